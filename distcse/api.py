@@ -54,9 +54,10 @@ from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.distillation.dev_ensemble import EnsembleScores, require_labelled_dev, score_ensemble
 from distcse.runs.distillation.preflight import check_comparison, check_embedding, embed_corpus
 from distcse.runs.distillation.processes import with_teacher_precisions
-from distcse.runs.experiment import Result, experiment_of
+from distcse.runs.experiment import experiment_of
 from distcse.runs.measurement import measure_named_models
 from distcse.runs.reference_run import Compared, ReferenceRun
+from distcse.runs.result import Result
 from distcse.storage import find_model, resolve_path, to_uri
 from distcse.teachers.comparison import TeacherComparison
 from distcse.teachers.comparison import compare as compare_teachers
@@ -355,7 +356,7 @@ def plan(
     recipe = with_precisions(recipe, form)
     measured = measure_steps(recipe, lambda short, listen: run(short, listen=listen)) if measure else None
     estimate = plan_recipe(recipe, open_cluster(cluster, form, recipe), corpus_rows, gpus, measured)
-    return estimate._replace(warnings=experiment_of(recipe).warnings(corpus_rows))
+    return estimate._replace(warnings=experiment_of(recipe).settings_warnings(only_local=True))
 
 
 @dataclass(frozen=True, repr=False)

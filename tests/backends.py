@@ -7,9 +7,8 @@ from distcse.events import Reporter
 from distcse.recipe import MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.experiment import Distillation
-from distcse.runs.distillation.result import StudentResult
 from distcse.runs.mutual.experiment import MutualDistillation
-from distcse.runs.mutual.result import MutualResult
+from distcse.runs.result import MutualResult, StudentResult
 
 
 def run(recipe: Recipe, reporter: Reporter, directory: RunDirectory | None = None) -> StudentResult:

@@ -68,7 +68,7 @@ def check_recipe(recipe: BaseRecipe) -> Iterator[Check]:
         yield from kind_of(teacher, only_local=True).check_source()
     yield from answers(experiment.questions())
     try:
-        warnings = experiment.warnings()
+        warnings = experiment.settings_warnings(only_local=True)
     except DistcseError as error:
         yield fail("settings", error.coded_message, "or correct the recipe")
         return

@@ -30,7 +30,7 @@ from distcse.runs.distillation.distillation_task import (
     with_worker_tables,
 )
 from distcse.runs.experiment import SharedTables, Trials, experiment_of
-from distcse.runs.stoppable_evaluation import FinalScores
+from distcse.runs.final_evaluation import FinalScores
 from distcse.storage import ArtifactStore, to_uri
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import worker_tables

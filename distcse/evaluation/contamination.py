@@ -120,7 +120,7 @@ class Contamination:
         exactly: set[str] = set().union(*texts)
         normalized: set[str] = set()
         exact: set[str] = set()
-        for sentence in corpus:
+        for sentence in corpus if wanted else ():
             if (key := normalized_key(sentence)) in wanted:
                 normalized.add(key)
                 if (text := _one_line(sentence)) in exactly:

@@ -21,10 +21,11 @@ from distcse.models.student import build_projection
 from distcse.planning.machines import NETWORK, Cluster, Machine
 from distcse.planning.sizes import Lengths, Shape, read_shape
 from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection
-from distcse.runs.distillation.extent import fit_to_corpus, planned_steps
+from distcse.runs.distillation.corpus import fit_to_corpus
 from distcse.teachers.kinds import TeacherKind, kind_of
 from distcse.teachers.table import rows_per_shard
 from distcse.text.token_table import PART_ROWS
+from distcse.training.schedule import total_steps
 
 FITS = 0.92
 """Fraction of a device's memory that a plan may fill; the allocator needs the rest."""
@@ -263,7 +264,8 @@ class StudentPlan:
     @cached_property
     def steps(self) -> int:
         """Training steps of the run."""
-        return planned_steps(self.recipe, self.lengths.rows)[0]
+        training, rows = self.recipe.training, self.lengths.rows - self.recipe.evaluation.num_heldout
+        return total_steps(training, max(1, rows // training.batch_size))
 
     @property
     def has_dropout(self) -> bool:

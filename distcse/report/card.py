@@ -11,8 +11,7 @@ from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.contamination import NOTICED_FROM
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import MEASURES, TITLES, grids, legend, markdown_table
-from distcse.runs.experiment import Result
-from distcse.runs.model_card import ModelCard
+from distcse.runs.result import ModelCard, Result
 from distcse.storage import open_store
 
 _NO_MEASUREMENTS = ("dev", "texts")

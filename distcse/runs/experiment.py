@@ -6,11 +6,10 @@ To add a kind of run, see CONTRIBUTING.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -21,7 +20,7 @@ from distcse.devices.device import DeviceSpeed
 from distcse.devices.gpu_plan import PlansOfTrials, Process
 from distcse.devices.resources import Node
 from distcse.errors import ArgumentError, SearchSpaceError, StoppedEarlyError
-from distcse.evaluation import Contamination, Evaluation, Tasks
+from distcse.evaluation import Contamination, Tasks
 from distcse.events import Event, LogMessage, Reporter, combine_listeners
 from distcse.preflight.inputs import input_questions
 from distcse.preflight.models import model_questions
@@ -29,20 +28,18 @@ from distcse.preflight.precision import Role
 from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_places, warn_of_unread_keys
 from distcse.recipe import (
     BaseRecipe,
-    EncoderSection,
     MutualRecipe,
     Recipe,
     Sweep,
     TeachersSection,
     TrainedSection,
-    decided,
 )
 from distcse.recipe.section import unread_keys
 from distcse.runs.backend import Backend
 from distcse.runs.cluster_fit import NodeNeeds, gpu_policy
 from distcse.runs.directory import RunDirectory, check_storage, require_lasting
 from distcse.runs.lease import Lease
-from distcse.runs.model_card import ModelCard
+from distcse.runs.result import Result
 from distcse.storage import ArtifactStore, to_uri
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
@@ -50,40 +47,6 @@ from distcse.tracking import require_packages
 from distcse.training.engines import uses_deepspeed
 
 R = TypeVar("R", bound=BaseRecipe)
-
-
-@dataclass(frozen=True)
-class ReferenceModel:
-    """A model that was not trained, next to which the trained ones are evaluated."""
-
-    name: str
-    """Name in tables."""
-    section: EncoderSection
-    """Where it is, and how it pools."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """Result of a run, of any kind."""
-
-    recipe: BaseRecipe
-    """The recipe, with the settings that it left to the run decided."""
-    directory: RunDirectory
-    """The run's folder."""
-    interrupted: bool
-    """Whether the run was asked to stop before its end."""
-    evaluation: Evaluation | None
-    """Scores on the test sets, without the models that a stop left out; None if nothing was measured."""
-    models: Mapping[str, Path]
-    """Folders of the trained models, by name."""
-    unchanged: Sequence[str]
-    """Names of the models that are their start, because training found no better dev score."""
-    reference: ReferenceModel | None
-    """A model to compare the trained ones with, such as the teacher; None if there is none."""
-    summary: Sequence[str]
-    """Lines for the terminal: the models and what happened to them."""
-    cards: Sequence[ModelCard]
-    """Cards of the trained models."""
 
 
 class Experiment(ABC, Generic[R]):
@@ -142,15 +105,12 @@ class Experiment(ABC, Generic[R]):
         return questions_of(self.recipe)
 
     def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
-        """Return the warnings of the recipe's settings that a run begins with (see `open_run`), and that `check` reports.
+        """Return the warnings of the recipe's settings, which runs, dry runs, plan and doctor report. Default: of any recipe.
 
-        Default: those of any recipe.
+        Args:
+            only_local: Leave out those of models that would have to be downloaded. Default: False.
         """
         return [*warn_of_places(self.recipe), *warn_of_unread_keys(self.recipe, self.unread_keys())]
-
-    def warnings(self, corpus_rows: int | None = None) -> list[SettingsWarning]:
-        """Return all warnings that a run would report, from what is on this machine. Default: those that it begins with."""
-        return self.settings_warnings(only_local=True)
 
     def check_resources(self, nodes: Sequence[Node]) -> None:
         """Check that the nodes can run everything that must run at the same time. Default: any can."""
@@ -272,11 +232,6 @@ class Trials(ABC):
     def teachers(self) -> TeachersSection | None:
         """Teachers that all trials share. Default: there are none."""
         return None
-
-    @property
-    def evaluation_precision(self) -> str:
-        """Precision of the final evaluation."""
-        return decided(self.searched.evaluation.precision)
 
     @abstractmethod
     def train(self, backend: Backend, reporter: Reporter, directory: RunDirectory) -> Result:

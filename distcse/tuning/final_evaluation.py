@@ -21,11 +21,11 @@ from distcse.evaluation import (
 )
 from distcse.evaluation.results import Spread, compute_spread, compute_spreads
 from distcse.events import Reporter
-from distcse.recipe import TrainedSection
+from distcse.recipe import TrainedSection, decided
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.experiment import Trials
-from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
+from distcse.runs.final_evaluation import FinalScores, compare_measured, measure_models, stoppable
 from distcse.storage import ArtifactStore
 from distcse.tuning.records import Trial
 
@@ -93,7 +93,7 @@ def measure(
     tasks = trials.labelled_tasks()
     if not tasks.tasks:
         return FinalScores(None)
-    precision = trials.evaluation_precision
+    precision = decided(trials.searched.evaluation.precision)
     found: list[tuple[str, ArtifactStore, TrainedSection]] = []
     for run in sorted(runs, key=lambda run: (variant_of(run) == BEST, run.values["seed"])):
         title, run_folder = f"{variant_of(run)}, seed {run.values['seed']}", folder / run.name

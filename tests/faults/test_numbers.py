@@ -28,8 +28,7 @@ from distcse.losses import TeacherOutputs, bce_soft, build_objective, gather_vie
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import ObjectiveSection, Recipe, with_values
 from distcse.recipe.objective import LossSection
-from distcse.runs.distillation.dev_metric import DevMetric
-from distcse.runs.distillation.distillation_task import BatchLoader, DistillationTask
+from distcse.runs.distillation.distillation_task import BatchLoader, DevMetric, DistillationTask
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import open_table_teacher

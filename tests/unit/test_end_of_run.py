@@ -15,7 +15,7 @@ from distcse.events import Reporter
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual.phase_store import Phase
-from distcse.runs.mutual.result import Best, MutualResult
+from distcse.runs.result import Best, MutualResult
 from tests.backends import run
 from tests.pairs import make_mutual_recipe
 

@@ -36,8 +36,8 @@ from distcse.recipe.names import absolute_folder
 from distcse.runs import experiment
 from distcse.runs.backend import Backend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.experiment import Experiment, Result, experiment_of, open_run, register_experiment
-from distcse.runs.model_card import ModelCard, hub_metadata, limits
+from distcse.runs.experiment import Experiment, experiment_of, open_run, register_experiment
+from distcse.runs.result import ModelCard, Result, hub_metadata, limits
 from distcse.storage import to_uri
 
 

@@ -32,9 +32,8 @@ from distcse.recipe import FamilyRecipe, recipe_yaml
 from distcse.runs.backend import DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.distillation_task import TrainSpec
-from distcse.runs.family import experiment, students
-from distcse.runs.family.experiment import Family, evenly_spaced
-from distcse.runs.family.students import plan_side_by_side
+from distcse.runs.family import experiment
+from distcse.runs.family.experiment import Family, evenly_spaced, plan_side_by_side
 from distcse.teachers.targets import Projection
 from distcse.training.trainer import TrainResult
 from tests.clusters import FixedCluster
@@ -184,7 +183,7 @@ def test_a_student_that_diverges_does_not_keep_a_finished_one_from_its_export(
                 raise DivergedError("the loss is not finite")
             return super().train(spec, *arguments)
 
-    monkeypatch.setattr(students, "LocalBackend", DivergingBackend)
+    monkeypatch.setattr(experiment, "LocalBackend", DivergingBackend)
     monkeypatch.setattr(experiment, "plan_side_by_side", lambda *arguments: True)
     with fails_with(DivergedError, "not finite"):
         run(file, FAMILY, "training.max_steps=2", f"storage.runs={tmp_path}")

@@ -25,7 +25,7 @@ from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.distillation.final_evaluation import contamination_of, labelled_tasks
-from distcse.runs.mutual.final_evaluation import checked_tasks
+from distcse.runs.mutual.final_evaluation import labelled_tasks as checked_tasks
 from distcse.storage import open_store
 from distcse.text import Corpus, Excluded
 from tests.backends import run, run_mutual

@@ -53,7 +53,7 @@ from distcse.runs.mutual.pair_task import BiPairs, CrossPairs
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
 from distcse.runs.mutual.preflight import score_starts
 from distcse.runs.mutual.processes import roles_on
-from distcse.runs.mutual.result import MutualResult
+from distcse.runs.result import MutualResult
 from distcse.storage import dump_checked_json, load_checked_json, open_store
 from distcse.text import BatchSampler, Pairs
 from distcse.training.dropout_rng import dropout_seed

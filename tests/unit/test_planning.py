@@ -26,8 +26,6 @@ from distcse.preflight.precision import decide_precisions
 from distcse.recipe import EncoderSection, Recipe, recipe_yaml
 from distcse.recipe import load_recipe as load_undecided
 from distcse.runs.distillation.processes import roles_on
-from distcse.storage import open_store
-from distcse.text import Corpus
 from tests.commands import command
 from tests.conftest import ROOT
 from tests.failures import fails_with
@@ -334,24 +332,6 @@ def test_a_plan_is_printed_as_json_and_needs_no_text_or_labelled_sets_here(capsy
     assert described["seconds"] == pytest.approx(sum(phase["seconds"] for phase in described["phases"]))
     assert described["memory"]["stage"] == 0 and described["memory"]["total"] > described["memory"]["weights"] > 0
     assert main(["trans-encoder-bert-base-qqp", "--cluster", "A100-80G"]) == 0
-
-
-@pytest.mark.parametrize(("rows", "is_few", "is_cached"), [(2_000_000, False, True), (600, True, False)])
-def test_a_plan_s_warnings_count_the_rows_that_are_given(
-    rows: int,
-    is_few: bool,
-    is_cached: bool,
-    recipe_with: Callable[..., Recipe],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe = recipe_with()
-    if is_cached:
-        Corpus.prepare(recipe.corpus, open_store(recipe.storage.cache))
-    assert main([str(tmp_path / "recipe.yaml"), "training.epochs=1", "--corpus-rows", str(rows), "--json"]) == 0
-    described = json.loads(capsys.readouterr().out)
-    few = [warning["problem"] for warning in described["warnings"] if warning["code"] == "DCSE-W05"]
-    assert [f"{described['steps']} steps" in problem for problem in few] == [True] * is_few
 
 
 def test_a_plan_times_this_machine(

@@ -26,8 +26,7 @@ from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
 from distcse.report.sweep_page import summary_tiles
 from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
-from distcse.runs.distillation.result import StudentResult
-from distcse.runs.model_card import base_model, inherited_metadata
+from distcse.runs.result import StudentResult, base_model, inherited_metadata
 from distcse.tuning.final_evaluation import SummaryRow
 from tests.backends import run
 from tests.failures import fails_with

@@ -426,7 +426,7 @@ SHORT = {
     "evaluation/candidates:_with_total": "static models: tens of thousands of sentences a second",
     "evaluation/contamination:Contamination.write": "a small file of a model's folder",
     "report/card:write_cards": "as Contamination.write",
-    "runs/distillation/dev_metric:DevMetric.of": "asks by `stop_of_score`: test_a_stop_in_a_dev_score_…",
+    "runs/distillation/distillation_task:DevMetric.of": "asks by `stop_of_score`: test_a_stop_in_a_dev_score_…",
     "runs/mutual/pair_task:PairBatch.encode": "a training step",
     "runs/mutual/pair_task:PairBatch._encode_part": "a training step",
     "runs/mutual/pair_task:encode_streams": "a training step",

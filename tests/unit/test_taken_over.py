@@ -28,9 +28,9 @@ from distcse.recipe import Recipe, read_sweep
 from distcse.report.page import write_page_files
 from distcse.runs.backend import DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory, check_stored, recorded
+from distcse.runs.final_evaluation import FinalScores, measure_models
 from distcse.runs.lease import Lease
 from distcse.runs.mutual.phase_store import Phase, PhaseStore, ScoreShards
-from distcse.runs.stoppable_evaluation import FinalScores, measure_models
 from distcse.storage import open_store
 from distcse.teachers.targets import Projection, has_projection
 from distcse.training.checkpoint_files import ModelState, TrainerState, load_trainer_state, load_weights

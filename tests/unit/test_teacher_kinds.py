@@ -17,7 +17,7 @@ from distcse.recipe import EndpointSection, Recipe, TeacherSection
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.distillation.preparation import PreparedCorpus
-from distcse.runs.distillation.result import StudentResult
+from distcse.runs.result import StudentResult
 from distcse.storage import open_store
 from distcse.teachers.kinds import TeacherKind, kind_of
 from distcse.teachers.kinds.cross_encoder import PairTeacher

@@ -14,8 +14,7 @@ from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import Recipe
-from distcse.runs.distillation.dev_metric import DevMetric
-from distcse.runs.distillation.distillation_task import BatchLoader
+from distcse.runs.distillation.distillation_task import BatchLoader, DevMetric
 from distcse.storage import open_store
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.teacher import open_table_teacher

@@ -1,38 +1,60 @@
-"""A recipe's corpus, its tokens and the tables of its teachers' vectors, made or taken from the cache."""
+"""A recipe's corpus: read, fitted to, tokenized and embedded, or taken from the cache; and the warnings of its extent."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
+from math import lcm
+from typing import TypeVar
+
+import numpy as np
 
 from distcse.devices.cluster import Cluster
 from distcse.devices.device_plan import GIB
-from distcse.errors import CorpusNotFoundError, EvaluationDataError, ReusedTableError
-from distcse.evaluation import evaluation_sentences, read_dev
+from distcse.errors import CorpusTooSmallError
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.models import TokenizerSpec
-from distcse.recipe import Recipe, StudentSection
+from distcse.models.folder import open_model
+from distcse.preflight.warnings import (
+    SettingsWarning,
+    warn_of_cut_rows,
+    warn_of_few_steps,
+    warn_of_missing_dropout,
+    warn_of_narrow_bands,
+    warn_of_unknown_tokens,
+    warn_of_unused_prompts,
+)
+from distcse.recipe import EncoderSection, Recipe, StudentSection, TeacherSection, TrainingSection
 from distcse.runs.backend import Backend, DeviceCall, EmbeddingRequest
 from distcse.runs.directory import require_lasting
 from distcse.runs.distillation.processes import student_needs
+from distcse.runs.final_evaluation import excluded_sentences
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, storage_errors
-from distcse.teachers.embedding import new_rows, table_of
+from distcse.teachers.embedding import identity_of, new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
 from distcse.teachers.reuse import Reuse, find_reuse
 from distcse.teachers.table import EmbeddingTable, table_statistics
-from distcse.text import Corpus, Excluded, Tokenization, TokenTable, count_repeated_files
-from distcse.text.token_table import PART_ROWS
+from distcse.text import BatchSampler, Corpus, Tokenization, TokenTable, count_repeated_files
+from distcse.text.token_table import PART_ROWS, SampledTokens
+from distcse.training.schedule import fitting_batch, total_steps
+
+R = TypeVar("R", bound=Recipe)
+
+_SAMPLE = 2000
+"""Rows whose tokens are counted; with them, the share is exact to about 2 %."""
+_ROWS_PER_HELD_OUT = 10
+_FEWEST_HELD_OUT = 3
+"""With 2 sentences, each list has one entry, so there is no order to agree on."""
 
 
 def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     """Read the recipe's corpus, or take it from the cache."""
     require_lasting(recipe.storage, ["cache"])
-    cache, excluded = open_store(recipe.storage.cache), _excluded_sentences(recipe)
+    cache, excluded = open_store(recipe.storage.cache), excluded_sentences(recipe, recipe.corpus)
     corpus = Corpus.prepare(recipe.corpus, cache, start_stage(reporter, "corpus", recipe.corpus.limit), excluded)
     skipped = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
     if excluded is not None:
@@ -51,26 +73,6 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     return corpus
 
 
-def find_corpus(recipe: Recipe) -> Corpus | None:
-    """Return the recipe's corpus if the cache has it.
-
-    None if it would be read, if it is a data set, which would be opened, or if the recipe's text or labelled sets are not on
-    this machine, such as in a plan for a cluster.
-    """
-    if recipe.corpus.dataset is not None:
-        return None
-    try:
-        return Corpus.find(recipe.corpus, open_store(recipe.storage.cache), _excluded_sentences(recipe))
-    except (CorpusNotFoundError, EvaluationDataError):
-        return None
-
-
-def _excluded_sentences(recipe: Recipe) -> Excluded | None:
-    dev = read_dev(recipe) if recipe.corpus.exclude_evaluation else None
-    dev_sentences = [] if dev is None else [*dev.first, *dev.second]
-    return evaluation_sentences(recipe.corpus, recipe.evaluation.data, dev_sentences)
-
-
 def report_finished(reporter: Reporter, stage: str, done: int, note: str, reused: int | None = None) -> None:
     """Report that a stage has ended."""
     reporter.emit(StageProgress(stage, done, done, "sentences", finished=True, note=note, reused=reused))
@@ -80,6 +82,123 @@ def start_stage(reporter: Reporter, stage: str, total: int | None) -> Callable[[
     """Report that a stage has started, and return the function that reports its progress and ends it at a stop request."""
     reporter.advance(stage, 0, total, "sentences")
     return lambda done: reporter.advance(stage, done, total, "sentences")
+
+
+def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
+    """Return the recipe with lower defaults where the corpus is small; values that a user gave are kept.
+
+    `evaluation.num_heldout` is at most a tenth of the rows, and `training.batch_size` the largest that leaves ten steps.
+    """
+    rows, given = corpus if isinstance(corpus, int) else len(corpus), recipe.given_keys
+    training, evaluation = recipe.training, recipe.evaluation
+    if ("evaluation", "num_heldout") not in given:
+        most = max(_FEWEST_HELD_OUT, rows // _ROWS_PER_HELD_OUT)
+        evaluation = evaluation.model_copy(update={"num_heldout": min(evaluation.num_heldout, most)})
+    fitted = recipe.model_copy(update={"evaluation": evaluation})
+    batches = [training.batch_size] if ("training", "batch_size") in given else _batch_sizes(training)
+    if rows < (fewest := evaluation.num_heldout + batches[-1]):
+        raise CorpusTooSmallError(
+            f"the corpus has {rows:,} row{'' if rows == 1 else 's'}, but this run needs at least {fewest:,}: "
+            f"{evaluation.num_heldout} to hold out (evaluation.num_heldout), and a batch of {batches[-1]} "
+            f"(training.batch_size); add text{', or lower these' if given else ''}"
+        )
+    learned = rows - evaluation.num_heldout
+    if not isinstance(corpus, int):
+        learned = len(corpus.split_held_out(evaluation.num_heldout, recipe.seed)[0])
+    training = training.model_copy(update={"batch_size": fitting_batch([training], batches, learned)})
+    fitted = fitted.model_copy(update={"training": training})
+    if not (lowered := recipe.describe_fitted(fitted)):
+        return recipe
+    reporter.emit(LogMessage(f"the corpus has {rows:,} rows, so {lowered}"))
+    return fitted
+
+
+def _batch_sizes(training: TrainingSection) -> list[int]:
+    """Return the batch sizes up to a recipe's that its workers, streams and chunks divide, the largest first."""
+    workers = training.workers or 1
+    parts = lcm(
+        workers,
+        training.min_workers or 1,
+        training.dropout_rng_streams or 1,
+        workers * (training.grad_cache_chunk or 1),
+    )
+    return [size for size in range(training.batch_size, 1, -1) if size % parts == 0]
+
+
+def extent_of(recipe: Recipe, corpus: Corpus) -> tuple[str, list[SettingsWarning]]:
+    """Count the steps of a recipe, and the rows that are cut, of a sample.
+
+    Returns:
+        Both in a line; the warnings of a run that is shorter, or cuts or does not know more of its text, than those that were
+        measured.
+    """
+    training, spec = recipe.training, TokenizerSpec.of(recipe.student)
+    rows, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
+    num_twins = len(corpus) - len(rows) - len(held_out)
+    per_epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
+    steps = total_steps(training, per_epoch)
+    texts = _sample_texts(corpus)
+    sampled = SampledTokens.of(spec.tokenizer, [spec.prompt + text for text in texts])
+    cut_share = float((sampled.lengths > spec.max_length).mean())
+    note = f"{steps:,} steps of {training.batch_size}, {per_epoch:,} per epoch"
+    note += f"; {cut_share:.0%} of the rows have more than {spec.max_length} tokens and are cut"
+    note += f"; {num_twins:,} rows equal a held-out one and are left out" if num_twins else ""
+    return note, [
+        *warn_of_few_steps(steps, per_epoch, training.max_steps),
+        *warn_of_cut_rows(cut_share, spec.max_length),
+        *warn_of_unknown_tokens({"student": sampled.unknown_share}),
+        *teacher_token_warnings(recipe, corpus),
+    ]
+
+
+def _sample_texts(corpus: Corpus) -> list[str]:
+    return corpus.texts(np.sort(np.random.default_rng(0).choice(len(corpus), min(_SAMPLE, len(corpus)), replace=False)))
+
+
+def model_warnings(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
+    """Return the warnings of a recipe's models that need no vectors; `only_local` skips what would have to be downloaded."""
+    encoders: dict[str, EncoderSection] = {"student": recipe.student}
+    for number, teacher in enumerate(recipe.teachers.encoders):
+        kind = kind_of(teacher, only_local=True)
+        if kind.is_model and kind.has_vectors:
+            encoders[f"teachers.encoders.{number}"] = teacher
+    return [*warn_of_missing_dropout(recipe, only_local), *warn_of_unused_prompts(encoders, only_local)]
+
+
+def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[SettingsWarning]:
+    """Return the warnings of the teachers' cosines, from their tables in the cache."""
+    cache, statistics = open_store(recipe.storage.cache), {}
+    for number, teacher in averaged_teachers(recipe).items():
+        table = EmbeddingTable.at(cache, identity_of(teacher, corpus, recipe.teachers.shard_rows))
+        if (found := table_statistics(table, keep)) is not None:
+            statistics[number] = found
+    return warn_of_narrow_bands(recipe, statistics)
+
+
+def teacher_token_warnings(recipe: Recipe, corpus: Corpus) -> list[SettingsWarning]:
+    """Return the warnings of teachers whose tokenizers do not know the text, from a sample of it."""
+    shares, texts = {}, _sample_texts(corpus)
+    for number, teacher in enumerate(recipe.teachers.encoders):
+        if kind_of(teacher, only_local=True).is_model:
+            tokenizer = open_model(teacher.backbone, teacher.trust_remote_code).load_tokenizer()
+            shares[f"teacher {number}"] = SampledTokens.of(tokenizer, texts).unknown_share
+    return warn_of_unknown_tokens(shares)
+
+
+def averaged_teachers(recipe: Recipe) -> dict[int, TeacherSection]:
+    """Return the teachers whose cosines are averaged as they are, in lists or in joined vectors, by their index.
+
+    There are none where only one teacher has cosines.
+    """
+    section, objective = recipe.teachers, recipe.objective
+    has_lists = objective.keys_that_need("lists", active=True)
+    count = len(section.encoders)
+    found = {
+        number: section.encoders[number]
+        for number in (range(count) if has_lists else objective.vector_teachers(count))
+        if kind_of(section.encoders[number], only_local=True).list_source(section.mode) == "table"
+    }
+    return found if len(found) > 1 else {}
 
 
 _STAGE = "tokens"
@@ -200,7 +319,7 @@ def prepare_tables(
                         reuse,
                         recipe.name,
                     )
-                    embedded = _embed(request, backend, stage, embedded)
+                    backend.embed(request)
                     if reuse is not None:
                         reuse.rows.delete_folder()
                     table_statistics(table, keep=True, is_complete=True)
@@ -208,24 +327,6 @@ def prepare_tables(
         report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
         tables[number] = table
     return tables
-
-
-def _embed(request: EmbeddingRequest, backend: Backend, stage: str, new: int) -> int:
-    """Embed missing rows; without the earlier table if it is removed or damaged in the meantime, as it only saves time.
-
-    Returns:
-        The number of embedded rows: `new`, or more without the earlier table.
-    """
-    try:
-        backend.embed(request)
-    except ReusedTableError as lost:
-        reporter, table = request.reporter, request.table
-        reporter.emit(LogMessage(f"{stage}: all missing rows are embedded, because {lost}", warning=True))
-        missing = table.not_intact(request.missing, _verifying(reporter, stage, len(request.missing)))
-        rest = _count_new(table, missing, None)
-        backend.embed(replace(request, reuse=None, missing=missing, on_rows=start_stage(reporter, stage, rest)))
-        return new - _count_new(table, missing, request.reuse) + rest
-    return new
 
 
 def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None) -> int:

@@ -1,11 +1,11 @@
-"""The training task of a student: batches that are functions of the step, their two views, and the teachers' similarities."""
+"""The training task of a student: batches that are functions of the step, the teachers' similarities, and the dev score."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from distcse.devices.device import defaults_of, is_gpu
 from distcse.devices.distributed import on_all_ranks, rank, world_size
+from distcse.evaluation import VectorModel, agreement, read_dev
 from distcse.events import Reporter
-from distcse.losses import TeacherOutputs, build_objective, gather_views
+from distcse.losses import TeacherOutputs, build_objective, gather_views, mix_lists
+from distcse.models import Encoder
 from distcse.models.fast_layers import worth_packing
 from distcse.models.student import WeightInterpolation
-from distcse.recipe import DetectionSection, Recipe
-from distcse.runs.distillation.dev_metric import DevMetric
+from distcse.recipe import DetectionSection, Recipe, decided
 from distcse.runs.distillation.model import Batch, StudentOutput, build_student
 from distcse.storage import ArtifactStore
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
@@ -32,6 +33,7 @@ from distcse.training.checkpoints import CheckpointStore
 from distcse.training.cuda_graphs import graph_mode
 from distcse.training.dropout_rng import dropout_seed
 from distcse.training.schedule import total_steps
+from distcse.training.step_log import stop_of_score
 from distcse.training.task import StepInputs, describe_rows
 from distcse.training.trainer import TrainResult, finished_state, train
 
@@ -271,3 +273,47 @@ def teacher_clients(spec: TrainSpec, served: Mapping[int, TeacherClient]) -> lis
     tables = {number: WorkerTable(table) for number, table in spec.worker_tables.items()}
     clients: dict[int, TeacherClient] = {**served, **tables}
     return [clients[number] for number in sorted(clients)]
+
+
+@dataclass(frozen=True)
+class DevMetric:
+    """A score of an encoder by which the best checkpoint is chosen."""
+
+    name: str
+    """Name of the score in events and reports."""
+    score: Callable[[Encoder], float]
+    """Computes the score of the recipe's student with its weights of the moment; higher is better."""
+
+    @classmethod
+    def of(
+        cls,
+        recipe: Recipe,
+        corpus: Corpus,
+        held_out: NDArray[np.int64],
+        clients: Sequence[TeacherClient],
+        reporter: Reporter | None = None,
+    ) -> DevMetric | None:
+        """Create the dev metric of a recipe; None if it has none."""
+        if recipe.dev_score == "none":
+            return None
+        precision, check_stop = decided(recipe.evaluation.precision), stop_of_score(reporter or Reporter())
+
+        def encode(encoder: Encoder, texts: Sequence[str], normalize: bool | None = None) -> NDArray[np.float32]:
+            # By every worker: other batches would round differently, so that another number of workers would have other scores,
+            # and with ZeRO 3 every worker takes part in every forward pass.
+            return encoder.encode(texts, normalize=normalize, precision=precision, on_progress=check_stop)
+
+        if (dev := read_dev(recipe)) is not None:
+            return cls(dev.name, lambda encoder: dev.score(VectorModel(partial(encode, encoder))))
+        texts, similarities = corpus.texts(held_out), teacher_similarities(recipe, corpus, held_out, clients)
+        return cls("agreement", lambda encoder: agreement(encode(encoder, texts, True), similarities))
+
+
+def teacher_similarities(
+    recipe: Recipe, corpus: Corpus, rows: NDArray[np.int64], clients: Sequence[TeacherClient]
+) -> NDArray[np.float32]:
+    """Return the (n, n) mean similarities of the teachers among n rows, weighted by the recipe."""
+    requests = [client.request(rows[None, :], slice(None)) for client in clients]
+    similarities = torch.from_numpy(np.stack([request.result()[0] for request in requests]))
+    mean: NDArray[np.float32] = mix_lists(similarities, [teacher.alpha for teacher in recipe.teachers.encoders]).numpy()
+    return mean

@@ -18,25 +18,13 @@ from distcse.events import DevScore, Event, Reporter
 from distcse.models import Encoder, EncoderHandle
 from distcse.models.student import WeightInterpolation
 from distcse.preflight.precision import Role
-from distcse.preflight.warnings import (
-    SettingsWarning,
-    report_warnings,
-    warn_of_curve,
-)
+from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_curve
 from distcse.recipe import LoggersSection, Recipe, Sweep, TeachersSection, TrainedSection
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import NodeNeeds, joined_for_devices, model_memory, waited_for_nodes
 from distcse.runs.directory import RunDirectory, check_storage
-from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.corpus import band_warnings, extent_of, fit_to_corpus, model_warnings, read_corpus
 from distcse.runs.distillation.distillation_task import TrainSpec
-from distcse.runs.distillation.extent import (
-    Extent,
-    band_warnings,
-    cached_corpus_warnings,
-    fit_to_corpus,
-    model_warnings,
-    teacher_token_warnings,
-)
 from distcse.runs.distillation.final_evaluation import ScoredStudent, contamination_of, final_scores, labelled_tasks
 from distcse.runs.distillation.model import encoder_weights
 from distcse.runs.distillation.preflight import recipe_questions, rehearse_run
@@ -56,11 +44,9 @@ from distcse.runs.distillation.processes import (
     student_processes,
     with_precisions,
 )
-from distcse.runs.distillation.result import StudentResult
 from distcse.runs.experiment import (
     TRIALS,
     Experiment,
-    Result,
     SharedTables,
     TrialGpus,
     Trials,
@@ -68,7 +54,8 @@ from distcse.runs.experiment import (
     open_run,
     register_experiment,
 )
-from distcse.runs.stoppable_evaluation import FinalScores
+from distcse.runs.final_evaluation import FinalScores
+from distcse.runs.result import Result, StudentResult
 from distcse.storage import ArtifactStore
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import server_processes
@@ -94,9 +81,6 @@ class Distillation(Experiment[Recipe]):
 
     def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
         return [*super().settings_warnings(), *model_warnings(self.recipe, only_local)]
-
-    def warnings(self, corpus_rows: int | None = None) -> list[SettingsWarning]:
-        return [*super().warnings(), *cached_corpus_warnings(self.recipe, corpus_rows)]
 
     def check_resources(self, nodes: Sequence[Node]) -> None:
         plan_run(self.recipe, nodes)
@@ -153,9 +137,9 @@ class Distillation(Experiment[Recipe]):
             recipe, corpus = prepared.recipe, prepared.corpus
             require_shared_projection(recipe, corpus, directory)
             if not is_trial:
-                extent = Extent.of(recipe, corpus)
-                extent.report(reporter)
-                report_warnings([*extent.warnings, *teacher_token_warnings(recipe, corpus)], reporter)
+                steps, warnings = extent_of(recipe, corpus)
+                reporter.found("steps", steps)
+                report_warnings(warnings, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
             directory.record(recipe.seed, data_fingerprints(recipe, corpus, labelled))
@@ -344,8 +328,8 @@ class DistillationTrials(Trials):
         prepared.check_student(backend, reporter)  # fail once, not in every trial, if the student cannot be loaded
         tables = prepared.tables(backend, reporter)
         recipe, corpus = prepared.recipe, prepared.corpus
-        of_text = [*Extent.of(recipe, corpus).warnings, *teacher_token_warnings(recipe, corpus)]
-        report_warnings([*of_text, *band_warnings(recipe, corpus, keep=True)], reporter)
+        _, warnings = extent_of(recipe, corpus)
+        report_warnings([*warnings, *band_warnings(recipe, corpus, keep=True)], reporter)
         return SharedTables(prepared.corpus, tables)
 
     def scores(self, run: ArtifactStore) -> Callable[[Event], Iterable[TrialScore]]:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from distcse.devices.device import default_device
 from distcse.devices.device_plan import GIB
 from distcse.evaluation import (
-    SUITES,
     Candidate,
     Contamination,
     HeldOutVectors,
@@ -27,12 +26,9 @@ from distcse.evaluation import (
     Tasks,
     VectorModel,
     agreement_result,
-    collect,
     make_candidate,
     measure_model,
     open_candidate,
-    read_dev,
-    refuse_test_as_dev,
     reporting,
 )
 from distcse.evaluation.models import Progress
@@ -45,7 +41,14 @@ from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.processes import student_needs
-from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
+from distcse.runs.final_evaluation import (
+    FinalScores,
+    compare_measured,
+    measure_contamination,
+    measure_models,
+    read_sets,
+    stoppable,
+)
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher import Embedder
@@ -69,28 +72,9 @@ def selected_suites(recipe: Recipe) -> Sequence[str]:
 
 
 def labelled_tasks(recipe: Recipe) -> Tasks:
-    """Read the labelled sets of the final evaluation. Runs call it first, so that a malformed file fails before training.
-
-    Raises:
-        EvaluationFormatError: A set is malformed.
-        EvaluationResultError: A model's record of contamination cannot be read.
-        EvaluationError: The dev set is missing, or is also a test set without evaluation.dev_is_test.
-    """
-    if Path(recipe.student.backbone).is_dir():
-        Contamination.of_model(recipe.student.backbone)  # the student inherits it
-    selected = selected_suites(recipe)
-    suites = [suite for suite in SUITES if suite in selected]
-    if not suites:
-        return Tasks()
+    """Read the labelled sets of the final evaluation; see `read_sets`."""
     teachers = [teacher.backbone for teacher in recipe.teachers.encoders if kind_of(teacher, only_local=True).is_model]
-    for model in teachers:
-        if Path(model).is_dir():
-            Contamination.of_model(model)
-    data = Path(str(recipe.evaluation.data))
-    tasks = collect(data, suites, [])
-    if (dev := read_dev(recipe)) is not None:
-        refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
-    return tasks
+    return read_sets(recipe, selected_suites(recipe), [recipe.student.backbone, *teachers])
 
 
 @dataclass(frozen=True)
@@ -278,16 +262,13 @@ def _encode(embedder: Embedder, on_progress: Progress, texts: Sequence[str]) -> 
 
 def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, reporter: Reporter) -> Contamination:
     """Find the sentences of test and dev sets on which a student of this corpus was trained."""
-    dev = read_dev(recipe)
-    sets = [*(task.sentences() for task in labelled.tasks), *([] if dev is None else [[*dev.first, *dev.second]])]
-    if not sets:
-        return Contamination({})
     rows, _ = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     chunks = map(corpus.texts, rows.blocks(_CHUNK_ROWS))
     texts = reporter.follow((text for chunk in chunks for text in chunk), "contamination")
-    contamination = Contamination.measure(texts, sets)
-    note = f"compared with {len(contamination.overlap)} labelled sets: {contamination.describe('corpus.exclude_evaluation')}"
-    reporter.emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
+    contamination = measure_contamination(recipe, texts, [task.sentences() for task in labelled.tasks])
+    if number := len(contamination.overlap):
+        note = f"compared with {number} labelled sets: {contamination.describe('corpus.exclude_evaluation')}"
+        reporter.emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
     return contamination
 
 

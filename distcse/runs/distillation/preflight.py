@@ -18,8 +18,15 @@ from distcse.recipe import Recipe
 from distcse.runs.backend import Backend
 from distcse.runs.cluster_fit import gpu_policy, waited_for_nodes
 from distcse.runs.directory import check_storage, require_lasting
-from distcse.runs.distillation.corpus import prepare_tables, read_corpus, require_embedding_gpus
-from distcse.runs.distillation.extent import Extent, band_warnings, fit_to_corpus, teacher_token_warnings
+from distcse.runs.distillation.corpus import (
+    band_warnings,
+    extent_of,
+    fit_to_corpus,
+    prepare_tables,
+    read_corpus,
+    require_embedding_gpus,
+    teacher_token_warnings,
+)
 from distcse.runs.distillation.final_evaluation import labelled_tasks
 from distcse.runs.distillation.model import build_student
 from distcse.runs.distillation.preparation import require_shared_projection, require_vectors
@@ -81,13 +88,12 @@ def rehearse_run(
     corpus = read_corpus(recipe, reporter)
     recipe = fit_to_corpus(recipe, corpus, reporter)
     require_vectors(recipe)
-    extent = Extent.of(recipe, corpus)
-    extent.report(reporter)
+    steps, warnings = extent_of(recipe, corpus)
+    reporter.found("steps", steps)
     encoder = build_student(recipe).encoder
     require_shared_projection(recipe, corpus, dimension=encoder.dimension)
     reporter.found("student", _describe_encoder(encoder))
-    tokens = teacher_token_warnings(recipe, corpus)
-    report_warnings([*extent.warnings, *tokens, *band_warnings(recipe, corpus)], reporter)
+    report_warnings([*warnings, *band_warnings(recipe, corpus)], reporter)
     for number in range(len(recipe.teachers.encoders)):
         reporter.found(f"teacher {number}", _query_teacher(recipe, corpus, number))
     runs = resolve_path(recipe.storage.runs)

@@ -17,9 +17,8 @@ from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import PROJECTION, RunDirectory
-from distcse.runs.distillation.corpus import prepare_tables, prepare_tokens, read_corpus
+from distcse.runs.distillation.corpus import fit_to_corpus, prepare_tables, prepare_tokens, read_corpus
 from distcse.runs.distillation.distillation_task import TrainSpec
-from distcse.runs.distillation.extent import fit_to_corpus
 from distcse.runs.distillation.final_evaluation import labelled_tasks
 from distcse.runs.distillation.processes import student_needs
 from distcse.storage import ArtifactStore, open_store

@@ -1,35 +1,47 @@
-"""A family of students of several sizes in one space."""
+"""A family of students of several sizes in one space: they train on the same targets, side by side on GPUs or in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from distcse.checks import Question, require
-from distcse.devices.device import DeviceSpeed
+from distcse.devices.cluster import Cluster
+from distcse.devices.device import DeviceSpeed, default_device
+from distcse.devices.device_plan import GIB, DeviceOptions, OwnNode, plan_devices
 from distcse.devices.gpu_plan import PlansOfTrials
 from distcse.devices.resources import Node
-from distcse.errors import EncoderSettingError, StoppedEarlyError
-from distcse.evaluation import Evaluation
-from distcse.events import Reporter
-from distcse.model_source import shown_name
-from distcse.models import Encoder, EncoderHandle
-from distcse.models.static import require_model2vec
+from distcse.errors import DistcseError, EncoderSettingError, StoppedEarlyError
+from distcse.evaluation import Contamination
+from distcse.events import Event, GroupEvent, LogMessage, Reporter, StageProgress
+from distcse.models import Encoder, EncoderHandle, StaticEncoder
+from distcse.models.static import LEARNING_RATE, require_model2vec
 from distcse.models.student import depth_of, needs_first_layer
 from distcse.preflight.precision import Role
-from distcse.recipe import FamilyRecipe, StudentSection
-from distcse.runs.backend import Backend, DeviceCall
+from distcse.recipe import FamilyRecipe, MemberSection, Recipe, StudentSection, with_values
+from distcse.runs.backend import Backend, DeviceCall, LocalBackend
 from distcse.runs.cluster_fit import gpu_policy, joined_for_devices, model_memory, waited_for_nodes
-from distcse.runs.directory import RunDirectory, check_storage
-from distcse.runs.distillation.experiment import Distillation, load_trained
-from distcse.runs.distillation.extent import fit_to_corpus
+from distcse.runs.directory import PROJECTION, RunDirectory, check_storage
+from distcse.runs.distillation.corpus import fit_to_corpus
+from distcse.runs.distillation.distillation_task import TrainSpec
+from distcse.runs.distillation.experiment import Distillation, OpenDistillation, load_trained
 from distcse.runs.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.runs.distillation.preflight import recipe_questions
-from distcse.runs.distillation.preparation import PreparedCorpus, data_fingerprints, read_fingerprints
+from distcse.runs.distillation.preparation import (
+    PreparedCorpus,
+    data_fingerprints,
+    locate_targets,
+    read_fingerprints,
+    require_shared_projection,
+)
 from distcse.runs.distillation.processes import (
+    joined_for_run,
     least_requests,
     plan_run,
     report_embedding_gpus,
@@ -37,20 +49,24 @@ from distcse.runs.distillation.processes import (
     student_needs,
     with_precisions,
 )
-from distcse.runs.distillation.result import StudentResult, is_start
-from distcse.runs.experiment import Experiment, Result, open_run, register_experiment
-from distcse.runs.family.students import (
-    MAX_ROWS,
-    member_recipe,
-    plan_side_by_side,
-    prepare_targets,
-    train_in_turn,
-    train_side_by_side,
-    train_static,
-)
-from distcse.runs.model_card import USE, ModelCard, hub_metadata, limits, usage
-from distcse.runs.stoppable_evaluation import FinalScores
-from distcse.storage import to_uri
+from distcse.runs.experiment import Experiment, open_run, register_experiment
+from distcse.runs.final_evaluation import FinalScores
+from distcse.runs.result import MAX_STATIC_ROWS, Result, StudentResult, family_result
+from distcse.storage import ArtifactStore, to_uri
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.targets import TargetSpec
+from distcse.text import Corpus
+from distcse.training.checkpoints import CheckpointStore
+from distcse.training.trainer import TrainResult, finished_state
+
+_TRAINING_MEMORY = 2 * GIB
+"""Memory of a process that trains a student, in addition to that of one that encodes with it."""
+_BLOCK = 1 << 14
+"""Rows whose joined vectors are in memory together."""
+_BYTES_PER_TEXT = 500
+_CHECKED_ROWS = 512
+"""Rows whose cosines choose the best pass, where the recipe holds none out."""
 
 
 @register_experiment(FamilyRecipe)
@@ -179,72 +195,235 @@ def _read_depth(section: StudentSection, reporter: Reporter) -> tuple[int, bool]
     return depth_of(backbone), needs_first_layer(backbone)
 
 
-def family_result(
+def prepare_targets(prepared: PreparedCorpus, directory: RunDirectory, backend: Backend, reporter: Reporter) -> bool:
+    """Complete the teachers' tables, and fit in the family's folder the projection that puts all students into one space.
+
+    It is rotated towards the vectors of the largest student before training, or copied from the run that the recipe names.
+
+    Returns:
+        Whether there is a projection. There is none if the targets are the vectors of one teacher of the students' width.
+    """
+    require_shared_projection(prepared.recipe, prepared.corpus, directory)
+    with joined_for_run(prepared.recipe, backend.cluster, directory.path):
+        reporter = backend.metered(reporter, directory.path.name)
+        tables = prepared.tables(backend, reporter)
+        targets = prepared.spec(directory, tables, backend, reporter).targets
+    return targets is not None and targets.projection is not None
+
+
+def member_recipe(recipe: FamilyRecipe, member: MemberSection, directory: RunDirectory, is_projected: bool) -> Recipe:
+    """Return the recipe of a student's run, which is in the folder `members` of the family's."""
+    changes = {
+        "storage.runs": to_uri(directory.path / "members"),
+        "storage.run_id": member.label,
+        "evaluation.final_suites": [],
+    }
+    if is_projected:
+        changes["objective.regression.projection"] = to_uri(directory.path)
+    return with_values(recipe.student_recipe(member), changes)
+
+
+def train_in_turn(recipes: Sequence[Recipe], backend: Backend, reporter: Reporter) -> list[StudentResult]:
+    """Train students one after the other, each with all workers of its recipe, or continue what a stop has interrupted.
+
+    Returns:
+        Their results, in their order. After a stop request, the last one may be interrupted, and later students have none.
+    """
+    results: list[StudentResult] = []
+    for recipe in recipes:
+        reports = reporter.of_group(recipe.name)
+        begun, student = _reopened(recipe)
+        try:
+            results.append(student.run(backend, reports, begun))
+        except StoppedEarlyError:  # before its first step: it has no model
+            break
+        if results[-1].interrupted:
+            break
+    return results
+
+
+def plan_side_by_side(recipe: FamilyRecipe, cluster: Cluster | None, reporter: Reporter) -> bool:
+    """Return whether students train side by side on the GPUs of a joined cluster, and say so."""
+    students, teachers = len(recipe.largest_first), recipe.teachers
+    has_tables = all(kind_of(teacher).uses_table(teachers.mode) for teacher in teachers.encoders)
+    if cluster is None or students == 1 or not (recipe.is_for_one_process and has_tables) or cluster.is_one_cpu():
+        return False
+    plan = plan_devices(_options(recipe, cluster), cluster.nodes(), OwnNode("", 0.0), students, _memory(recipe))
+    gpus = 0.0 if plan is None else plan.each.get("GPU", 0.0)
+    if plan is None or not gpus or plan.number == 1:
+        return False
+    at_once = "" if plan.number == students else f", {plan.number} at the same time"
+    if plan.waiting:
+        waits = "1 waits" if plan.waiting == 1 else f"{plan.waiting} wait"
+        at_once = f"; {waits} for nodes, or for another's end"
+    share = "a GPU" if gpus == 1 else f"{gpus:g} of a GPU"
+    reporter.emit(LogMessage(f"{students} students train side by side, each with {share}{at_once}"))
+    return True
+
+
+def train_side_by_side(
+    recipe: FamilyRecipe, recipes: Sequence[Recipe], directory: RunDirectory, backend: Backend, reporter: Reporter
+) -> list[StudentResult]:
+    """Train students at the same time, each on a GPU or its part of one, or continue what a stop or a loss has interrupted.
+
+    Their runs are open in this process, which holds their leases, logs their events and exports them. Only the steps are taken
+    by other processes, one for each student.
+
+    Returns:
+        Results of the students that took a step, in their order. After a stop request, they may be interrupted.
+    """
+    with ExitStack() as scope:
+        runs: dict[str, OpenDistillation] = {}
+        for each in recipes:
+            begun, student = _reopened(each)
+            runs[each.name] = scope.enter_context(student.opened(backend, reporter.of_group(each.name), begun))
+
+        def report(event: Event) -> None:
+            if isinstance(event, GroupEvent):
+                runs[event.group].reporter.emit(event.event)
+            else:
+                reporter.emit(event)
+
+        calls: list[DeviceCall[TrainResult | None]] = [
+            DeviceCall(
+                "training of a student",
+                partial(_train, name, run.spec, run.tables),
+                _memory(recipe),
+                returns_on_stop=True,
+            )
+            for name, run in runs.items()
+        ]
+        options = _options(recipe, backend.cluster, directory.path)
+        try:
+            trained = backend.run_on_devices(calls, options, Reporter(report, reporter.stop_requested))
+        except DistcseError as error:
+            if error.is_own_failure:  # of a student, which a resumed family repeats: others must not wait for it
+                _end_finished(list(runs.values()))
+            raise
+        results = []
+        for run, trained_student in zip(runs.values(), trained, strict=True):
+            if trained_student is not None:
+                with suppress(StoppedEarlyError):  # before its first step: it has no model
+                    results.append(run.end(trained_student))
+    return results
+
+
+def _end_finished(runs: Sequence[OpenDistillation]) -> None:
+    """Export the students whose training has finished."""
+    for run in runs:
+        state = finished_state(CheckpointStore(run.spec.run))
+        if state is not None:
+            run.end(TrainResult(state, state.step, 0.0, 0.0))
+
+
+def _train(name: str, spec: TrainSpec, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> TrainResult:
+    """Train a student in this process, from its latest checkpoint if there is one."""
+    return LocalBackend().train(spec, Corpus.open(spec.corpus), tables, reporter.of_group(name))
+
+
+def _memory(recipe: FamilyRecipe) -> float:
+    """Estimate the bytes of a process that trains a student."""
+    return model_memory(recipe.student.backbone) + _TRAINING_MEMORY
+
+
+def _options(recipe: FamilyRecipe, cluster: Cluster | None, run: Path | None = None) -> DeviceOptions:
+    """Return the options of the processes that train: unlike evaluation, they do not run on nodes for teachers alone."""
+    labels = {"training.node_labels": recipe.training.node_labels}
+    can_wait = recipe.resources.wait_s > 0 and cluster is not None and cluster.can_grow()
+    options = student_needs(recipe).options(run)
+    return replace(options, labels=labels, gpus=recipe.gpus_of_a_student, can_wait=can_wait, trains=True)
+
+
+def _reopened(recipe: Recipe) -> tuple[RunDirectory | None, Distillation]:
+    """Return a student's run and its experiment; no run if it has not begun."""
+    begun, student = RunDirectory.reopen_by_id(recipe)
+    assert isinstance(student, Recipe)
+    return begun, Distillation(student)
+
+
+def train_static(
     recipe: FamilyRecipe,
+    member: MemberSection,
+    largest: StudentResult,
+    corpus: Corpus,
     directory: RunDirectory,
-    students: Mapping[str, StudentResult],
-    static: Mapping[str, Path],
-    evaluation: Evaluation | None,
-    interrupted: bool,
-) -> Result:
-    """Describe a family's run."""
-    models = {name: result.directory.model for name, result in students.items()} | dict(static)
-    unchanged = [name for name, result in students.items() if result.unchanged]
-    width = max(map(len, models), default=0)
-    notes = dict.fromkeys(unchanged, "  (its start: no checkpoint is better)")
-    in_space = [name for name, result in students.items() if not is_start(result.train_result)] + [*static]
-    cards = [
-        replace(
-            card,
-            title=f"{recipe.name} {name}",
-            sections=[*card.sections, _siblings(name, in_space)],
-            evaluated_as=name,
+    backend: Backend,
+    reporter: Reporter,
+) -> Path:
+    """Train a static student on one of the backend's devices; one that is there already is kept.
+
+    Returns:
+        The folder of the trained model.
+    """
+    stored = directory.store / "members" / member.label / "model"
+    if not stored.has_folder():
+        spec, width = _targets(largest.recipe, corpus, largest.directory)
+        rows = min(len(corpus), MAX_STATIC_ROWS)
+        call = DeviceCall(
+            f"training of {member.label}",
+            partial(
+                _train_static,
+                largest.recipe,
+                member.lr or LEARNING_RATE,
+                largest.directory.store / "model",
+                spec,
+                corpus.store,
+                stored,
+            ),
+            model_memory(str(largest.directory.model)) + rows * (2 * 4 * width + _BYTES_PER_TEXT),
         )
-        for name, result in students.items()
-        for card in result.cards
-    ]
-    return Result(
-        recipe,
-        directory,
-        interrupted,
-        evaluation,
-        models,
-        unchanged,
-        next((result.reference for result in students.values()), None),
-        [f"model   {name:<{width}}  {to_uri(folder)}{notes.get(name, '')}" for name, folder in models.items()],
-        [*cards, *(_static_card(recipe, students, name, folder, in_space) for name, folder in static.items())],
+        backend.run_on_devices([call], student_needs(recipe).options(directory.path), reporter)
+    stored.fetch_folder()
+    return stored.path
+
+
+def _targets(recipe: Recipe, corpus: Corpus, run: RunDirectory) -> tuple[TargetSpec, int]:
+    """Locate the targets of a student that has been trained. Returns also the width of a teacher's vectors."""
+    spec = locate_targets(recipe, corpus)
+    if run.store.fetch(PROJECTION):
+        spec = replace(spec, projection=run.store / PROJECTION)
+    return spec, max(table.dimension for table in spec.tables)
+
+
+def _train_static(
+    recipe: Recipe,
+    lr: float,
+    largest: ArtifactStore,
+    spec: TargetSpec,
+    prepared: ArtifactStore,
+    out: ArtifactStore,
+    reporter: Reporter,
+) -> None:
+    require_model2vec("static: true")
+    largest.fetch_folder()
+    corpus, targets, device = Corpus.open(prepared), spec.open(), default_device()
+    train, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
+    rows = _evenly_spaced(train.ids(), MAX_STATIC_ROWS)
+    checked = held_out if len(held_out) else rows[:_CHECKED_ROWS]
+    progress = partial(reporter.advance, "static", total=None, unit="tokens")
+    encoder = Encoder.load(largest.path, trust_remote_code=recipe.student.trust_remote_code)
+    start = StaticEncoder.of_tokens(encoder.to(device).eval(), progress)
+    vectors = []
+    for begin in range(0, len(rows), _BLOCK):
+        reporter.advance("static", begin, len(rows), "sentences")
+        vectors.append(targets.vectors(rows[begin : begin + _BLOCK]))
+    trained = start.train(
+        corpus.texts(rows),
+        np.concatenate(vectors),
+        (corpus.texts(checked), targets.vectors(checked)),
+        lr=lr,
+        batch_size=recipe.training.batch_size,
+        seed=recipe.seed,
+        device=device,
+        on_step=partial(reporter.check_stop, "in the training of a static student"),
+    )
+    trained.save(out)
+    Contamination.read(largest.path).write(out)
+    reporter.emit(
+        StageProgress("static", len(rows), len(rows), "sentences", finished=True, note="trained by model2vec")
     )
 
 
-def _static_card(
-    recipe: FamilyRecipe, students: Mapping[str, StudentResult], name: str, folder: Path, in_space: Sequence[str]
-) -> ModelCard:
-    largest, result = next(iter(students.items()))
-    rows = min(result.rows - recipe.evaluation.num_heldout, MAX_ROWS)
-    backbone = recipe.student.backbone
-    text = (
-        f"A static sentence encoder: one vector per token of `{shown_name(backbone)}`, averaged over a text. It began with "
-        f"the vectors that `{largest}` of the same run has for single tokens, and was trained by model2vec on the targets of "
-        f"that student, with {rows:,} unlabelled sentences."
-    )
-    return ModelCard(
-        model=folder,
-        metadata=hub_metadata(backbone, "sentence-similarity", ["sentence-similarity", "static-embeddings"], rows),
-        title=f"{recipe.name} {name}",
-        sections=[text, usage(USE), _siblings(name, in_space)],
-        closing=[
-            limits("It does not see the order of words. The licences of corpus, backbone and teachers apply to it.")
-        ],
-        evaluated_as=name,
-    )
-
-
-def _siblings(name: str, in_space: Sequence[str]) -> str:
-    """Return which other students' document embeddings a student can search."""
-    others = " and ".join(f"`{other}`" for other in in_space if other != name)
-    if not others or name not in in_space:
-        return ""
-    return (
-        f"It is one of a family of students that learned the same targets: {others} of the same run lie in its space. "
-        "Documents embedded by one of them can be searched with queries embedded by another."
-    )
+def _evenly_spaced(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return `count` of the rows, or all if there are fewer."""
+    return rows if len(rows) <= count else rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)]

@@ -28,14 +28,14 @@ from distcse.runs.directory import RunDirectory, check_storage
 from distcse.runs.experiment import (
     TRIALS,
     Experiment,
-    Result,
     TrialGpus,
     Trials,
     TrialScore,
     open_run,
     register_experiment,
 )
-from distcse.runs.mutual.final_evaluation import checked_tasks, contamination_of, final_scores, wanted_tasks
+from distcse.runs.final_evaluation import FinalScores
+from distcse.runs.mutual.final_evaluation import contamination_of, final_scores, labelled_tasks
 from distcse.runs.mutual.group import Group, open_groups
 from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.pairs import (
@@ -66,8 +66,7 @@ from distcse.runs.mutual.processes import (
     with_max_workers,
     with_precisions,
 )
-from distcse.runs.mutual.result import Best, MutualResult
-from distcse.runs.stoppable_evaluation import FinalScores
+from distcse.runs.result import Best, MutualResult, Result
 from distcse.storage import ArtifactStore
 from distcse.text import Pairs
 from distcse.tracking import track_run
@@ -103,7 +102,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
         """
         require(self.questions(directory))
         check_storage(self.recipe.storage)
-        tasks = checked_tasks(self.recipe)
+        tasks = labelled_tasks(self.recipe)
         dropped = PhaseStore(directory.store).dropped if directory else {}
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
         with ExitStack() as scope:
@@ -318,7 +317,7 @@ class MutualTrials(Trials):
     def check_labels(self) -> None:
         require(recipe_questions(self.recipe(0, 0)))  # as trials see it: without loggers
         check_storage(self.searched.storage)
-        checked_tasks(self.searched)
+        labelled_tasks(self.searched)
 
     def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> None:
         if self.searched.pairs.mine is None:  # fitted once, for all trials and for best.yaml
@@ -334,7 +333,7 @@ class MutualTrials(Trials):
         return CycleScores(self.searched, run).of
 
     def labelled_tasks(self) -> Tasks:
-        return wanted_tasks(self.searched)
+        return labelled_tasks(self.searched)
 
     def models(self, run: ArtifactStore) -> dict[str, tuple[ArtifactStore, TrainedSection]]:
         return {

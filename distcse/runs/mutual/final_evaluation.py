@@ -10,24 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 from distcse.devices.device import default_device
 from distcse.evaluation import (
     MIN_TEXTS,
-    SUITES,
     Contamination,
     ModelResults,
     RecordedScores,
     Tasks,
     TextsTask,
-    collect,
     make_candidate,
     measure_ensemble,
     measure_model,
     read_dev,
-    refuse_test_as_dev,
     reporting,
 )
 from distcse.events import Reporter, StageProgress
@@ -36,11 +32,18 @@ from distcse.recipe import KINDS, GroupSection, MutualRecipe, decided
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import RunDirectory
+from distcse.runs.final_evaluation import (
+    FinalScores,
+    compare_measured,
+    measure_contamination,
+    measure_models,
+    read_sets,
+    stoppable,
+)
 from distcse.runs.mutual.phase_store import Kind
 from distcse.runs.mutual.phase_trainer import load_trained
 from distcse.runs.mutual.processes import group_needs
-from distcse.runs.mutual.result import Best
-from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
+from distcse.runs.result import Best
 from distcse.storage import ArtifactStore, open_store
 from distcse.text import Pairs
 
@@ -49,37 +52,19 @@ _Seen = Mapping[tuple[str, Kind], Contamination]
 """By group and kind: which sentences of the labelled sets its trained models have seen."""
 
 
-def wanted_tasks(recipe: MutualRecipe) -> Tasks:
-    """Read the labelled sets of the final evaluation; empty without labelled data."""
+def labelled_tasks(recipe: MutualRecipe) -> Tasks:
+    """Read the labelled sets of the final evaluation; see `read_sets`."""
     selected = recipe.evaluation.final_suites
     if selected is None:
         selected = ["sts"] if recipe.evaluation.data else []
-    suites = [suite for suite in SUITES if suite in selected]
-    return collect(Path(str(recipe.evaluation.data)), suites, []) if suites else Tasks()
-
-
-def checked_tasks(recipe: MutualRecipe) -> Tasks:
-    """Read the labelled sets and the dev set, and check that they don't overlap unless evaluation.dev_is_test allows it.
-
-    Raises:
-        EvaluationError: A set is missing or malformed, or a model's record of contamination cannot be read.
-        DistcseError: The dev set is also a test set.
-    """
-    tasks, dev = wanted_tasks(recipe), read_dev(recipe)
-    if dev is not None:
-        refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
-    for start in {start for group in recipe.groups for starts in _starts(recipe, group).values() for start in starts}:
-        if Path(start).is_dir():
-            Contamination.of_model(start)
-    return tasks
+    starts = {start for group in recipe.groups for starts in _starts(recipe, group).values() for start in starts}
+    return read_sets(recipe, selected, starts)
 
 
 def contamination_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks, reporter: Reporter) -> Contamination:
     """Find the sentences of test and dev sets that are among the training pairs."""
-    dev = read_dev(recipe)
     sets = [task.sentences() for task in tasks.tasks if not isinstance(task, TextsTask)]  # its texts are the pairs'
-    sentences = reporter.follow(pairs.distinct(), "contamination")
-    return Contamination.measure(sentences, [*sets, *([] if dev is None else [[*dev.first, *dev.second]])])
+    return measure_contamination(recipe, reporter.follow(pairs.distinct(), "contamination"), sets)
 
 
 def _starts(recipe: MutualRecipe, group: GroupSection) -> dict[Kind, set[str]]:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from distcse.devices import host
 from distcse.devices.device import default_device
 from distcse.errors import CorpusTooSmallError, MissingDependencyError
-from distcse.evaluation import evaluation_sentences, read_dev
 from distcse.events import Reporter, StageProgress
 from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder
@@ -24,6 +23,7 @@ from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.folder import ModelFolder, find_local_model
 from distcse.recipe import KINDS, MiningSection, MutualRecipe
 from distcse.runs.cluster_fit import model_memory
+from distcse.runs.final_evaluation import excluded_sentences
 from distcse.storage import ArtifactStore, open_store
 from distcse.text import Corpus, Pairs
 
@@ -53,9 +53,7 @@ def prepare_mining(recipe: MutualRecipe, reporter: Reporter) -> Corpus:
     section = recipe.pairs.mine
     assert section is not None
     require_mining(section)
-    dev = read_dev(recipe)
-    dev_sentences = [] if dev is None else [*dev.first, *dev.second]
-    excluded = evaluation_sentences(section.corpus, recipe.evaluation.data, dev_sentences)
+    excluded = excluded_sentences(recipe, section.corpus)
     progress = partial(reporter.advance, "corpus", total=section.corpus.limit, unit="sentences")
     return Corpus.prepare(section.corpus, open_store(recipe.storage.cache), progress, excluded)
 

@@ -21,7 +21,7 @@ from distcse.models.folder import ModelFolder
 from distcse.preflight.warnings import report_warnings, warn_of_cut_rows, warn_of_unknown_tokens
 from distcse.recipe import KINDS, GroupSection, MutualRecipe
 from distcse.runs.backend import Backend, DeviceCall
-from distcse.runs.mutual.final_evaluation import wanted_tasks
+from distcse.runs.mutual.final_evaluation import labelled_tasks
 from distcse.runs.mutual.mining import mine_pairs, mining_memory, prepare_mining, sample_pairs
 from distcse.runs.mutual.phase_store import TokenStores
 from distcse.runs.mutual.processes import group_needs
@@ -136,9 +136,9 @@ def read_fingerprints(recipe: MutualRecipe, reporter: Reporter) -> dict[str, str
     """Read the pairs, or the corpus to mine them from, and the labelled sets; fingerprint them and the models."""
     if recipe.pairs.mine is not None:
         found = {"corpus": prepare_mining(recipe, reporter).fingerprint}
-        return found | data_fingerprints(recipe, recipe.groups, None, wanted_tasks(recipe))
+        return found | data_fingerprints(recipe, recipe.groups, None, labelled_tasks(recipe))
     with temporary_pairs(recipe, reporter) as pairs:
-        return data_fingerprints(recipe, recipe.groups, pairs, wanted_tasks(recipe))
+        return data_fingerprints(recipe, recipe.groups, pairs, labelled_tasks(recipe))
 
 
 def prepare_tokens(

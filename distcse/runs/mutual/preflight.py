@@ -20,7 +20,7 @@ from distcse.recipe import GroupSection, MutualRecipe, decided
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.experiment import questions_of
-from distcse.runs.mutual.final_evaluation import checked_tasks
+from distcse.runs.mutual.final_evaluation import labelled_tasks
 from distcse.runs.mutual.label_exchange import combine, score_weight
 from distcse.runs.mutual.mining import prepare_mining, require_mining
 from distcse.runs.mutual.pairs import find_pairs, fit_to_pairs, temporary_pairs
@@ -69,7 +69,7 @@ def rehearse_groups(
     if plans_of_trials is not None and backend.cluster is not None and not backend.cluster.is_one_cpu():
         trial_gpus = plans_of_trials(backend.cluster.nodes())[-1].gpus[0]
     recipe = with_max_workers(with_precisions(recipe, backend.cluster, reporter, trial_gpus=trial_gpus), reporter)
-    for line in checked_tasks(recipe).missing:
+    for line in labelled_tasks(recipe).missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
     if recipe.pairs.mine is None:
         with temporary_pairs(recipe, reporter) as pairs:

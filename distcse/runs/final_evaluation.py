@@ -1,23 +1,78 @@
-"""A final evaluation that can be stopped: each model's results are stored at once, and a resumed run measures the others."""
+"""The final evaluation of a run of any kind: its sets, what the training text contained of them, and its models.
+
+Each model's results are stored at once: after a stop, a resumed run measures the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, ParamSpec
 
 from distcse.devices.device_plan import DeviceOptions
 from distcse.errors import StoppedEarlyError
-from distcse.evaluation import Evaluation, ModelResults, Tasks, compare_models
+from distcse.evaluation import (
+    SUITES,
+    Contamination,
+    Evaluation,
+    ModelResults,
+    Tasks,
+    collect,
+    compare_models,
+    evaluation_sentences,
+    read_dev,
+    refuse_test_as_dev,
+)
 from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.events import LogMessage, Reporter
+from distcse.recipe import CorpusSection, MutualRecipe, Recipe
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.storage import ArtifactStore, content_key
+from distcse.text import Excluded
 
 P = ParamSpec("P")
 _FOLDER = "evaluation"
+
+
+def read_sets(recipe: Recipe | MutualRecipe, selected: Sequence[str], models: Iterable[str]) -> Tasks:
+    """Read the labelled sets of the selected suites. Runs call it first, so that a malformed file fails before training.
+
+    Raises:
+        EvaluationFormatError: A set is malformed.
+        EvaluationResultError: The record of contamination of one of the `models`, which the trained ones inherit, cannot be read.
+        EvaluationError: The dev set is missing, or is also a test set without evaluation.dev_is_test.
+    """
+    for model in models:
+        if Path(model).is_dir():
+            Contamination.of_model(model)
+    dev, suites = read_dev(recipe), [suite for suite in SUITES if suite in selected]
+    if not suites:
+        return Tasks()
+    tasks = collect(Path(str(recipe.evaluation.data)), suites, [])
+    if dev is not None:
+        refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
+    return tasks
+
+
+def measure_contamination(
+    recipe: Recipe | MutualRecipe, texts: Iterable[str], sets: Iterable[Iterable[str]]
+) -> Contamination:
+    """Find the sentences of test and dev sets that are among the training texts."""
+    return Contamination.measure(texts, [*sets, *([dev] if (dev := _dev_sentences(recipe)) else [])])
+
+
+def excluded_sentences(recipe: Recipe | MutualRecipe, corpus: CorpusSection) -> Excluded | None:
+    """Return the sentences that a recipe excludes from a corpus: those of its test and dev sets; None if it excludes none."""
+    dev = _dev_sentences(recipe) if corpus.exclude_evaluation else []
+    return evaluation_sentences(corpus, recipe.evaluation.data, dev)
+
+
+def _dev_sentences(recipe: Recipe | MutualRecipe) -> list[str]:
+    dev = read_dev(recipe)
+    return [] if dev is None else [*dev.first, *dev.second]
 
 
 @dataclass(frozen=True)
