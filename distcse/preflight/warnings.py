@@ -1,4 +1,4 @@
-"""Settings that work and probably do not do what is meant, as run, sweep and `--dry-run` report them; plan and doctor need no text.
+"""Settings that work and probably do not do what is meant: reported by run, sweep, `--dry-run`, plan and doctor.
 
 docs/reference/troubleshooting.md lists the codes.
 """
