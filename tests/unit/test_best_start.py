@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distcse.runs.mutual.result import MutualResult
 
 from distcse.errors import InvalidValueError
 from distcse.evaluation import Contamination, RecordedScores, VectorModel, read_dev
@@ -24,6 +23,7 @@ from distcse.runs.lease import Lease
 from distcse.runs.mutual.experiment import CycleScores
 from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, best_phase, dev_scores
+from distcse.runs.result import MutualResult
 from distcse.storage import dump_checked_json, load_checked_json, open_store
 from tests.backends import run_mutual
 from tests.failures import fails_with
