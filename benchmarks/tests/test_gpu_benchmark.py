@@ -7,18 +7,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import BertConfig, BertModel
 
 from benchmarks import gpu
 from benchmarks.protocol import Figure, Report, counted, machine
-from benchmarks.reference_style import list_mle, through_layers
-from distcse.events import StepReport
 from tests.conftest import ROOT
-from tests.meta_device import META, use_meta_device
 
 _WITHOUT = """
 import sys
@@ -39,34 +33,6 @@ def test_it_measures_all_its_rows_on_a_simulated_gpu() -> None:
     shown = python("-m", "benchmarks.gpu", "--device", "sim", "--tiny", "--budget", "3600")
     rows = {int(line.split()[1]) for line in shown.splitlines() if line.startswith("  row ")}
     assert rows >= {1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 23, 31, 33}
-
-
-def test_losses_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On PyTorch's `meta` device no operation mixes devices, and no value is read: the benchmark stops at the first failure."""
-    use_meta_device(monkeypatch)
-    # transformers would read from the device whether a mask is all ones.
-    monkeypatch.setattr("transformers.masking_utils._ignore_bidirectional_mask_sdpa", lambda *_, **__: False)
-    bench = gpu.Bench(META, tiny=True)
-    ours = gpu.Student(bench, "base", gpu.RANKCSE, "fp32")
-    theirs = gpu.Reference(bench, ours, ("base", "large"), None, half_teachers=False)
-    ours.teacher_lists = gpu.cosines_of(theirs)
-    ranks = gpu.RankReference(bench, ours, theirs.teachers[0].model, torch.empty(20, 64, device=META))
-    assert {loss.device for loss in (ours.loss_of_next(), theirs.loss(), ranks.loss())} == {META}
-    cosines, mask = torch.empty(8, 8, device=META), torch.ones(8, 7, dtype=torch.long, device=META)
-    model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
-    hidden = through_layers(model.to(META), torch.empty(8, 7, 8, device=META), mask)
-    assert hidden.device == list_mle(cosines, cosines, 0.05).device == META
-
-
-def test_a_step_of_train_is_timed_after_all_shapes_were_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps 1 to 150 take 2 s each, as if they recorded graphs, and the others 1 s."""
-    now = [0.0]
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    clock = gpu.ReportClock()
-    for step in range(10, 301, 10):
-        now[0] = step + min(step, 150)
-        clock(StepReport(step, 300, {}, lr=0.0, seconds=0.0, teacher_wait_s=0.0))
-    assert clock.step_and_fixed_seconds(300) == (1.0, 150.0)
 
 
 def test_figures_are_kept_when_it_is_interrupted_and_replaced_when_measured_again(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.protocol import (
@@ -14,14 +13,12 @@ from benchmarks.protocol import (
     Figure,
     Report,
     Rounds,
-    Spread,
     counted,
     interleave,
     judged,
     moved,
     of_ratio,
     read_reports,
-    spread_of,
 )
 from benchmarks.table import BEGIN, END, README, lines_of, rows_table, write_readme
 from benchmarks.targets import ROWS, part_of
@@ -65,17 +62,6 @@ def test_a_drift_of_the_machine_does_not_move_the_ratio() -> None:
     assert max(rounds.seconds("fast")) / min(rounds.seconds("fast")) > 1.3  # which a ratio of medians would carry in
 
 
-def test_the_interval_holds_the_median_and_narrows_with_more_pairs() -> None:
-    generator = np.random.default_rng(1)
-    few, many = (spread_of(generator.normal(2.0, 0.2, pairs).tolist()) for pairs in (15, 1500))
-    assert few.low <= few.median <= few.high and many.low < 2.0 < many.high
-    assert many.high - many.low < (few.high - few.low) / 4
-    assert spread_of([1.5]) == Spread(1.5, 1.5, 1.5, 1) and spread_of([1.0, 2.0, 30.0]).median == 2.0
-    for nothing in ([], [1.0, float("nan")]):
-        with pytest.raises(ValueError, match="a median needs one"):
-            spread_of(nothing)
-
-
 def test_a_figure_is_judged_by_the_bad_end_of_its_interval_widened_by_an_a_a_run() -> None:
     equal, unequal = [Duration(1.0, 1.0)] * 9, [Duration(1.0, 1.05)] * 9
     rounds = Rounds({"ours": equal, "ours (again)": unequal, "theirs": [Duration(2.0, 2.62)] * 9})
@@ -94,34 +80,15 @@ def test_a_figure_is_judged_by_the_bad_end_of_its_interval_widened_by_an_a_a_run
 
 
 def test_what_moved_by_more_than_its_spread_is_named() -> None:
-    stored = [
-        Figure(2, "fp32", 3.0, 2.9, 3.1),
-        Figure(3, "bf16", 5.0, 4.9, 5.1, noise=0.03),
-        counted(31, "sentences encoded a score", 3000),
-        Figure(15, "BERT-base", 4.0, 3.9, 4.1),
-    ]
-    new = [
-        Figure(2, "fp32", 2.5, 2.4, 2.6),
-        Figure(3, "bf16", 5.3, 5.2, 5.4),
-        counted(31, "sentences encoded a score", 3001),
-        Figure(14, "N = 128", 7.0, 6.0, 8.0),
-    ]
+    stored = [Figure(2, "fp32", 3.0, 2.9, 3.1), Figure(15, "BERT-base", 4.0, 3.9, 4.1), counted(31, "encoded", 3000)]
+    new = [Figure(2, "fp32", 2.5, 2.4, 2.6), Figure(14, "N = 128", 7.0, 6.0, 8.0), counted(31, "encoded", 3001)]
     assert moved(stored, stored) == []
+    assert moved([Figure(2, "fp32", 3.05, 2.9, 3.2, noise=0.03), *stored[1:]], stored) == []
     assert moved(new, stored) == [
         "row 2, fp32: 3 [2.9, 3.1] -> 2.5 [2.4, 2.6]",
-        "row 31, sentences encoded a score: 3000 -> 3001",
+        "row 31, encoded: 3000 -> 3001",
         "row 15, BERT-base: 4 [3.9, 4.1] -> not measured",
     ]
-    assert "not measured" in moved([Figure(2, "fp32", 9.0, 8.9, 9.1, setting="N = 8")], stored[:1])[0]
-
-
-def test_a_report_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
-    figures = [Figure(2, "fp32", 3.0, 2.9, 3.1, 0.01, pairs=15, terms={"steps": 2.0}), counted(31, "sentences", 3000)]
-    report = Report("step", {"cpu": "made up"}, {"pairs": 15}, figures, not_run={"row 3": "no AMX"})
-    assert report.write(tmp_path) == tmp_path / "made-up" / "step.json"
-    other = Report("step", {"cpu": "Another", "kernels": ["AMX"]}, {"pairs": 15}, figures)
-    assert other.write(tmp_path) == tmp_path / "another-amx" / "step.json"
-    assert read_reports(tmp_path) == [other, report]
 
 
 def test_the_targets_are_34_rows_whose_bounds_can_be_read() -> None:

@@ -15,20 +15,6 @@ import pytest
 
 from tests.conftest import ROOT
 
-READ = """
-import json, sys
-
-from distcse.errors import InvalidValueError
-from distcse.recipe import read_recipe
-from distcse.recipe.schema import schema_json
-from distcse.recipe.schema import reference
-
-try:
-    read_recipe("rankcse-listnet-bert-base", ["objective={rank: null, margin_mse: {}}", "teachers.encoders=[]"])
-except InvalidValueError as error:
-    refused = str(error)
-print(json.dumps([reference(), schema_json("recipe"), refused, sorted({"torch", "ray"} & {*sys.modules})]))
-"""
 TRAIN_AND_COMPARE = """
 import json, sys
 from pathlib import Path
@@ -105,18 +91,6 @@ def python(package: Path, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_the_recipe_knows_the_loss_without_pytorch(package: Path) -> None:
-    page, schema, refused, imported = json.loads(python(package, "-c", READ))
-    assert "### `objective.margin_mse`" in page
-    assert "| `scale` | number ≥ 0 | `1.0` | Factor of the teachers' margins. |" in page
-    row = "| `margin_mse` | section or null | `null` | MarginMSE's term; needs teachers."
-    assert page.index("| `detection` | section") < page.index(row) < page.index("| `custom` |")
-    sections = json.loads(schema)["definitions"]
-    assert {"margin_mse", "rank", "custom"} <= sections["ObjectiveSection"]["properties"].keys()
-    assert sections["MarginMSESection"]["properties"].keys() == {"weight", "scale"}
-    assert "objective.margin_mse needs teachers" in refused and imported == []
 
 
 def test_two_steps_have_the_losses_of_an_inline_calculation(

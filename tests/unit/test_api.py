@@ -15,7 +15,7 @@ import torch
 import distcse
 from distcse.cluster.cluster import worker_environment
 from distcse.errors import ArgumentError, EncoderSettingError
-from distcse.events import DevScore, Event, StepReport
+from distcse.events import DevScore, Event
 from distcse.recipe import Recipe
 from tests.conftest import ROOT
 from tests.failures import fails_with
@@ -130,19 +130,6 @@ def test_a_recipe_is_read_from_a_path_and_an_encoder_names_its_settings(tiny: Ca
     assert distcse.read_recipe(Path("minilm-3layer")).name == "minilm-3layer"
     with fails_with(EncoderSettingError, "poling", "pooling"):
         distcse.Encoder.load(tiny("bert"), poling="mean")
-
-
-def test_a_run_that_is_stopped_goes_on(recipe_with: Callable[..., Recipe]) -> None:
-    recipe = recipe_with("training.log_every=1", "training.max_steps=3")
-    steps: list[Event] = []
-    stopped = distcse.run(
-        recipe,
-        listen=lambda event: steps.append(event) if isinstance(event, StepReport) else None,
-        stop_requested=lambda: bool(steps),
-    )
-    assert stopped.interrupted and stopped.scores is None and stopped.reports == []
-    done = distcse.resume(stopped.directory, "training.log_every=2", listen=lambda event: None)
-    assert not done.interrupted and done.directory == stopped.directory and done.scores is not None
 
 
 def test_without_a_listener_progress_goes_to_standard_error(

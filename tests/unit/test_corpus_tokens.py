@@ -1,4 +1,4 @@
-"""The token table compared with the tokenizer itself, its cache key and its parts, and `collate`."""
+"""The token table and tokenization with the Rust tokenizer alone compared with transformers, cache key and parts, `collate`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import BPE, WordLevel
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 from tokenizers.pre_tokenizers import Whitespace
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from distcse.errors import CorpusCacheError, TokenizerError
-from distcse.models import Encoder
+from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import CorpusSection
 from distcse.storage import open_store
 from distcse.text import Corpus, Tokenization, TokenTable, tokenizer_fingerprint
 from distcse.text import token_table as tokens_module
 from distcse.text.collate import collate
 from distcse.text.ragged import VALUES
+from distcse.text.token_table import encode_batch, tokenizing
 from tests.failures import fails_with
 
 
@@ -167,3 +169,60 @@ def test_the_token_index_has_all_tokens_and_little_padding_so_that_batches_share
     assert len(shapes) <= 5
     full = collate([np.arange(1, 18, dtype=np.int64)] * 3, 0, with_token_index=True)
     assert full.token_index is not None and full.token_index.tolist() == list(range(51)), "nothing to pad"
+
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+NAMES = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+WORDS = ["the", "king", "##s", "of", "France", "is", "bald", "."]
+TEXTS = ["the kings of France is bald .", "", "[MASK] is the king [SEP] of zzz", "of " * 50, "bald", "bald"]
+
+
+def word_piece(**settings: Any) -> Any:
+    words = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    rust = Tokenizer(WordPiece(words, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.Whitespace()
+    rust.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=rust, model_input_names=inputs, **NAMES, **settings)
+
+
+def unigram() -> Any:
+    rust = Tokenizer(Unigram([("<unk>", 0.0), *((letter, -2.0) for letter in "▁thekingsofbald"), ("▁the", -3.0)], 0))
+    rust.pre_tokenizer = pre_tokenizers.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=rust, unk_token="<unk>", model_input_names=["input_ids"])
+
+
+TOKENIZERS: dict[str, Any] = {
+    "word pieces": word_piece,
+    "truncated on the left": lambda: word_piece(truncation_side="left"),
+    "unigram without special tokens": unigram,
+}
+
+
+def tokenize(tokenizer: Any, texts: list[str], max_length: int) -> list[list[int]]:
+    with tokenizing(tokenizer, max_length) as backend:
+        return encode_batch(backend, texts)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_texts_have_the_tokens_of_transformers(name: str) -> None:
+    # Two objects, so that settings that one call leaves in the Rust tokenizer do not help the other.
+    ids = tokenize(TOKENIZERS[name](), TEXTS, 7)
+    assert ids == TOKENIZERS[name]()(TEXTS, truncation=True, max_length=7)["input_ids"]
+    assert max(map(len, ids)) == 7
+
+
+@pytest.mark.parametrize("name", ["word pieces", "truncated on the left", "unigram without special tokens"])
+def test_pairs_have_the_tokens_of_transformers(name: str) -> None:
+    first, second = TEXTS, TEXTS[::-1]
+    expected = TOKENIZERS[name]()(first, second, truncation="longest_first", max_length=12)
+    scorer = CrossEncoder(nn.Identity(), TOKENIZERS[name](), 12)
+    ids, kinds = scorer.token_ids(list(zip(first, second, strict=True)))
+    assert ids == expected["input_ids"] and kinds == expected.get("token_type_ids")
+    assert (kinds is None) == ("unigram" in name)
+
+
+def test_settings_of_an_earlier_call_have_no_effect() -> None:
+    tokenizer = word_piece()
+    tokenizer(TEXTS, padding="max_length", max_length=40)
+    assert tokenize(tokenizer, TEXTS, 7) == tokenize(word_piece(), TEXTS, 7)

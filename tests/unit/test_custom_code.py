@@ -124,11 +124,7 @@ class Constant(nn.Module):
         ("my_therms:Correlation", "{}", ("my_therms",)),
         ("odd_terms:Heavy", "{}", ("odd_terms:Heavy", "parameters")),
         ("odd_terms:NoModule", "{}", ("odd_terms:NoModule", "torch.nn.Module")),
-        (
-            "odd_terms:Signature",
-            "{}",
-            ("objective.custom.mine.class_path", "TypeError", "forward(self, views, teachers)"),
-        ),
+        ("odd_terms:Signature", "{}", ("mine.class_path", "TypeError", "forward(self, views, teachers)")),
         ("odd_terms:Lines", "{}", ("objective.custom.mine.class_path", "AttributeError", "odd_terms.py, line 13")),
         ("odd_terms:Rows", "{}", ("odd_terms:Rows", "shape (16,)", "scalar")),
         ("odd_terms:Number", "{}", ("odd_terms:Number", "float", "scalar")),
@@ -146,25 +142,20 @@ def test_an_unusable_term_is_refused_before_any_work(
 
 
 def test_invalid_custom_classes_in_a_recipe_are_refused(recipe_with: Callable[..., Recipe], modules: Path) -> None:
-    cases: tuple[tuple[list[str], tuple[str, ...]], ...] = (
-        ([TERM % ("my_terms", "{}")], ("objective.custom.mine.class_path", "my_terms")),
-        ([TERM.replace("mine:", "loss:") % ("a:B", "{}")], ("custom", "loss")),
-        ([TERM.replace("mine:", "kept_accuracy:") % ("a:B", "{}")], ("custom", "kept_accuracy")),
-        (["teachers.encoders.0.kwargs={width: 3}"], ("teachers.encoders.0", "kwargs")),
-        (
-            ["teachers.encoders.0.class_path=a:B", "teachers.encoders.0.endpoint={url: 'http://h/v1'}"],
-            ("teachers.encoders.0", "class_path", "endpoint"),
-        ),
-        (["teachers.encoders.0.class_path=a:B"], ("teachers.encoders.0", "max_length")),
-        (["teachers.encoders=[{backbone: m, class_path: 'a:B', prompt: 'q: '}]"], ("teachers.encoders.0", "prompt")),
-        (
-            ["teachers.encoders=[{backbone: m, endpoint: {url: 'http://h/v1'}, precision: bf16}]"],
-            ("teachers.encoders.0", "precision", "endpoint"),
-        ),
+    endpoint = "endpoint: {url: 'http://h/v1'}"
+    cases: tuple[tuple[str, tuple[str, ...]], ...] = (
+        (TERM % ("my_terms", "{}"), ("objective.custom.mine.class_path", "my_terms")),
+        (TERM.replace("mine:", "loss:") % ("a:B", "{}"), ("custom", "loss")),
+        (TERM.replace("mine:", "kept_accuracy:") % ("a:B", "{}"), ("custom", "kept_accuracy")),
+        ("teachers.encoders.0.kwargs={width: 3}", ("teachers.encoders.0", "kwargs")),
+        (f"teachers.encoders=[{{backbone: m, class_path: 'a:B', {endpoint}}}]", ("class_path", "endpoint")),
+        ("teachers.encoders.0.class_path=a:B", ("teachers.encoders.0", "max_length")),
+        ("teachers.encoders=[{backbone: m, class_path: 'a:B', prompt: 'q: '}]", ("teachers.encoders.0", "prompt")),
+        (f"teachers.encoders=[{{backbone: m, {endpoint}, precision: bf16}}]", ("precision", "endpoint")),
     )
-    for overrides, named in cases:
+    for override, named in cases:
         with fails_with(InvalidValueError, *named):
-            recipe_with(*overrides)
+            recipe_with(override)
     (modules / "odd_terms.py").write_text(ODD)
     recipe = recipe_with(TERM % ("odd_terms:Lists", "{}"), "teachers.encoders=[]", "evaluation.dev=none")
     with fails_with(InvalidValueError, "objective.custom", "teachers.encoders"):

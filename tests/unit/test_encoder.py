@@ -40,26 +40,24 @@ def same(one: np.ndarray, other: np.ndarray, tolerance: float = 1e-5) -> None:
 
 
 def test_a_saved_folder_has_the_legacy_layout(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    encoder = Encoder.load(tiny("bert"), pooling="cls", max_length=12, prompt="query: ")
-    encoder.save(tmp_path / "model")
+    Encoder.load(tiny("bert"), pooling="cls", max_length=12, prompt="query: ").save(tmp_path / "model")
     folder = tmp_path / "model"
-    read = {name: json.loads((folder / name).read_text()) for name in ("modules.json", "1_Pooling/config.json")}
-    assert [module["type"] for module in read["modules.json"]] == [
-        "sentence_transformers.models.Transformer",
-        "sentence_transformers.models.Pooling",
-    ]
-    assert read["1_Pooling/config.json"] == {
+
+    def read(name: str) -> Any:
+        return json.loads((folder / name).read_text())
+
+    types = [module["type"].removeprefix("sentence_transformers.models.") for module in read("modules.json")]
+    assert types == ["Transformer", "Pooling"]
+    others = ("mean_tokens", "max_tokens", "lasttoken", "mean_sqrt_len_tokens", "weightedmean_tokens")
+    assert read("1_Pooling/config.json") == {
         "word_embedding_dimension": 32,
         "pooling_mode_cls_token": True,
-        "pooling_mode_mean_tokens": False,
-        "pooling_mode_max_tokens": False,
-        "pooling_mode_lasttoken": False,
-        "pooling_mode_mean_sqrt_len_tokens": False,
-        "pooling_mode_weightedmean_tokens": False,
+        **{f"pooling_mode_{other}": False for other in others},
         "include_prompt": True,
     }
-    assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == 12
-    assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == 12
+    assert (
+        read("sentence_bert_config.json")["max_seq_length"] == read("tokenizer_config.json")["model_max_length"] == 12
+    )
     assert (folder / "model.safetensors").exists() and not list(folder.rglob("*.bin"))
 
 
@@ -106,15 +104,13 @@ def test_padding_on_the_left_is_not_pooled() -> None:
 
 def test_views_depend_on_their_dropout_seed(tiny: Callable[..., Path]) -> None:
     model = build_encoder(StudentSection(backbone=str(tiny("bert")), pooling="cls", projection="tanh_mlp")).train()
-    ids = torch.tensor([[2, 7, 8, 3], [2, 9, 10, 3]])
-    tokens = Tokens(ids, torch.ones_like(ids))
+    tokens = Tokens(ids := torch.tensor([[2, 7, 8, 3], [2, 9, 10, 3]]), torch.ones_like(ids))
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     z1, z2, _ = model(Batch([(tokens, 1)]))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert z1.shape == z2.shape == (2, 32) and not torch.allclose(z1, z2)
-    again = model(Batch([(tokens, 1)])).z1
-    other = model(Batch([(tokens, 2)])).z1
+    again, other = (model(Batch([(tokens, seed)])).z1 for seed in (1, 2))
     assert torch.equal(again, z1) and not torch.allclose(other, z1)
     both = model(Batch([(tokens, 1), (tokens, 2)])).z1
     torch.testing.assert_close(both, torch.cat([z1, other]))
@@ -221,17 +217,19 @@ def test_settings_that_do_not_fit_the_model_are_errors(
         Encoder.from_section(section(backbone=str(tiny(kind)), **settings))
 
 
-def test_missing_models_are_errors(tmp_path: Path) -> None:
-    for name, named in (
-        ("./nowhere", [str(Path("nowhere").absolute())]),
-        (str(tmp_path / "nowhere"), [str(tmp_path / "nowhere")]),
-        ("package:no_such_package/x", ["'no_such_package'", "pip install no_such_package"]),
-        ("package:numpy/no_folder", ["'numpy'", "'no_folder'"]),
-        ("package:numpy/../scipy", ["'numpy'", "'../scipy'"]),
-        ("nobody/no-such-model", ["'nobody/no-such-model'", "HF_HUB_OFFLINE"]),
-    ):
-        with fails_with(ModelNotFoundError, *named):
-            resolve_model(name)
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("./nowhere", str(Path("nowhere").absolute())),
+        ("package:no_such_package/x", "pip install no_such_package"),
+        ("package:numpy/no_folder", "'no_folder'"),
+        ("package:numpy/../scipy", "'../scipy'"),
+        ("nobody/no-such-model", "HF_HUB_OFFLINE"),
+    ],
+)
+def test_missing_models_are_errors(name: str, named: str) -> None:
+    with fails_with(ModelNotFoundError, named):
+        resolve_model(name)
 
 
 def test_weights_are_never_random(tiny: Callable[..., Path], tmp_path: Path) -> None:

@@ -60,14 +60,12 @@ class Called:
     shown: str
     errors: str
 
-    @property
     def stored(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.out / "evaluation.json").read_text())
         return found
 
-    @property
     def values(self) -> dict[str, float]:
-        return next(score["values"] for score in self.stored["scores"] if score["set"] == "STS-B")
+        return next(score["values"] for score in self.stored()["scores"] if score["set"] == "STS-B")
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +86,12 @@ def test_one_command_evaluates_and_writes(called: Called) -> None:
     assert "missing   STS13" in called.errors and "other" in called.errors
     files = {"report.html", "report.md", "evaluation.json", "scores.csv", "scores.tex"}
     assert {file.name for file in called.out.iterdir()} == files
-    assert called.stored["settings"] == {"STS": "all", "device": "cpu", "precision": "fp32"}
-    assert [info["pooling"] for info in called.stored["models"][:3]] == ["mean"] * 3
+    assert called.stored()["settings"] == {"STS": "all", "device": "cpu", "precision": "fp32"}
+    assert [info["pooling"] for info in called.stored()["models"][:3]] == ["mean"] * 3
 
 
 def test_runs_with_one_name_are_averaged(called: Called) -> None:
-    title, values = "STS, mean ± standard deviation over runs", called.values
+    title, values = "STS, mean ± standard deviation over runs", called.values()
     means = called.shown.partition(title)[2].splitlines()
     row, other = (next(line for line in means if line.startswith(f"{name} ")) for name in ("row", "other"))
     runs = [values["row, run 1"], values["row, run 2"]]
@@ -103,7 +101,7 @@ def test_runs_with_one_name_are_averaged(called: Called) -> None:
 
 
 def test_an_ensemble_is_a_row_with_the_mean_of_its_members_similarities(called: Called, labelled: Path) -> None:
-    models, ensembles = called.stored["models"], ["ensemble of row", "mix", "ensemble"]
+    models, ensembles = called.stored()["models"], ["ensemble of row", "mix", "ensemble"]
     assert [model["name"] for model in models] == ["row, run 1", "row, run 2", "other", *ensembles]
     assert models[3]["source"] == "mean of row, run 1, row, run 2"
     table = read_table(labelled / "sts" / "stsb" / "test.tsv.gz")
@@ -111,8 +109,8 @@ def test_an_ensemble_is_a_row_with_the_mean_of_its_members_similarities(called: 
     encoders = [Encoder.load(model, pooling="mean") for model in called.models[:2]]
     cosines = [VectorModel.of(encoder).similarities(first, second) for encoder in encoders]
     expected = 100 * float(spearmanr(np.mean(cosines, axis=0), table.numbers("score")).statistic)
-    assert called.values["ensemble of row"] == pytest.approx(expected, abs=1e-6)
-    assert called.values["mix"] == called.values["ensemble"]
+    assert called.values()["ensemble of row"] == pytest.approx(expected, abs=1e-6)
+    assert called.values()["mix"] == called.values()["ensemble"]
 
 
 @pytest.mark.parametrize(
@@ -237,15 +235,12 @@ def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callabl
     ("arguments", "error", "named"),
     [
         ("nowhere --add sts={data}/sts/stsb/test.tsv.gz", ModelNotFoundError, "nowhere"),
-        ("{tiny} --data {data} --suite stss", EvaluationOptionError, "'stss'"),
         ("{tiny} --data {data}/nowhere", EvaluationDataError, "{data}/nowhere"),
-        ("{tiny}", EvaluationOptionError, "--data"),
         ("{tiny} --data {data}", EncoderSettingError, "pooling"),
         ("a={tiny} a={tiny} --data {data}", EvaluationOptionError, "name a"),
         ("{tiny} --data {data} --out /proc/no", EvaluationResultError, "/proc/no"),
         ("{tiny} --data {data} --pooling mean --max-mb 0", EvaluationOptionError, "above 0"),
         ("{tiny} --data {data} --pooling mean --max-ms nan", EvaluationOptionError, "above 0"),
-        ("{tiny} --data {data} --pooling mean --max-ms inf", EvaluationOptionError, "above 0"),
         ("{tiny} --data {data} --pooling mean --suite geometry --max-ms 9", EvaluationOptionError, "--suite sts,"),
         ("m={tiny} --data {data} --pooling mean --documents m={tiny}", EvaluationOptionError, "--add retrieval=FOLDER"),
         ("two={tiny} --data {data} --pooling mean --prompt tow=x", EvaluationOptionError, "did you mean 'two'"),

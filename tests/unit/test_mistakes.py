@@ -18,7 +18,7 @@ from distcse.checks import require
 from distcse.devices.process import refuse_launchers
 from distcse.errors import ArgumentError, EncoderSettingError
 from distcse.preflight.models import model_questions
-from distcse.recipe import BaseRecipe, read_recipe, recipe_yaml
+from distcse.recipe import read_recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import open_store
 from tests.endpoints import Reply, open_endpoint
@@ -161,29 +161,27 @@ def test_what_a_mutual_distillation_lacks_is_found_before_there_is_a_run(
     assert [*(tmp_path / "runs").glob("*")] == []
 
 
-def require_models(recipe: BaseRecipe) -> None:
-    """Check the recipe's models, as a run does before it has a folder."""
-    require(model_questions(recipe, fetch=True))
-
-
-@pytest.mark.parametrize("inside", ["", "0_Transformer"])
 def test_settings_are_compared_with_the_hubs_configuration(
-    inside: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model in the hub's cache, also in a sub-folder that modules.json names."""
-    model = tmp_path / "models--somebody--model"
-    (snapshot := model / "snapshots" / "1" / inside).mkdir(parents=True)
+    """Of a model in the hub's cache, in a sub-folder that modules.json names."""
+    model, inside = tmp_path / "models--somebody--model", "0_Transformer"
+    (snapshot := model / "snapshots" / "1").mkdir(parents=True)
+    (snapshot / inside).mkdir()
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("1")
-    shutil.copy(place.tiny / "config.json", snapshot)
-    if inside:
-        module = {"idx": 0, "path": inside, "type": "sentence_transformers.models.Transformer"}
-        (model / "snapshots" / "1" / "modules.json").write_text(json.dumps([module]))
+    shutil.copy(place.tiny / "config.json", snapshot / inside)
+    module = {"idx": 0, "path": inside, "type": "sentence_transformers.models.Transformer"}
+    (snapshot / "modules.json").write_text(json.dumps([module]))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    base = ["student.backbone=somebody/model", "student.pooling=mean"]
-    require_models(read_recipe(str(place.recipe), base))
+
+    def check(*overrides: str) -> None:
+        recipe = read_recipe(str(place.recipe), ["student.backbone=somebody/model", "student.pooling=mean", *overrides])
+        require(model_questions(recipe, fetch=True))
+
+    check()
     with fails_with(EncoderSettingError, "has 3 layers; allowed: 0 to 2"):
-        require_models(read_recipe(str(place.recipe), [*base, "student.layers=[0, 7]"]))
+        check("student.layers=[0, 7]")
 
 
 def test_what_is_missing_is_found_before_torch_is_imported_and_ray_starts(place: Place) -> None:
@@ -220,21 +218,17 @@ def test_one_of_several_processes_of_a_launcher_is_refused(
         run(read_recipe(str(place.recipe)), listen=lambda event: None)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
+def test_the_only_process_of_a_launcher_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variables in (
         {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # salloc's shell
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # sbatch's script
         {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"},  # srun ray start
-    ],
-)
-def test_the_only_process_of_a_launcher_is_not_refused(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    refuse_launchers()
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            refuse_launchers()
 
 
 def test_a_recipe_is_printed_with_what_would_change(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
@@ -134,24 +133,6 @@ def test_slow_and_unsupported_kernels_are_not_used(
         np.testing.assert_array_equal(
             converted.encode(sentences[:9], precision=precision), plain.encode(sentences[:9], precision=precision)
         )
-
-
-@needs_kernels
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mappings")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_mapping_of_the_original_weights_is_closed(
-    tmp_path: Path, tiny: Callable[..., Path], precision: str
-) -> None:
-    """A single tensor in the mapping would keep the weights in memory twice."""
-    if not is_faster(precision):
-        pytest.skip(f"oneDNN's layout is not faster in {precision} on this CPU")
-    folder = tmp_path / "read once"
-    shutil.copytree(tiny(), folder)
-    encoder = Encoder.load(folder, pooling="mean").eval()
-    assert f"{folder}/model.safetensors" in Path("/proc/self/maps").read_text()
-    use_mkldnn_linear(encoder, precision)
-    assert str(folder) not in Path("/proc/self/maps").read_text()
-    assert np.isfinite(encoder.encode(["A sentence."], precision=precision)).all()
 
 
 @needs_kernels

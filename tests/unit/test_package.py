@@ -109,29 +109,3 @@ def test_torch_is_the_cpu_build_where_there_is_no_nvidia_driver(tmp_path: Path) 
     driver.touch(0o755)
     environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
     assert "index-url" not in commands()
-
-
-def test_the_prose_check_reads_comments_messages_and_pages_but_no_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
-    import prose
-
-    module = '"""See `zorp`.\n\nA Zorp."""\nzorp = {"zorp": 1}\n# of old\n# times\nprint(f"the {zorp} "\n      f"{zorp} zorps")\n'
-    page = "# Of old\ntimes, [a link](zorp.md) and `zorp`\n```\nzorp\n```\nA zorp.\n"
-    exceptions = '[[exceptions]]\nfile = "docs/*.md"\nword = "of old times"\nreason = "quoted"\n'
-    for name, text in (
-        (".ci/prose.toml", f'[banned]\n"zorp|zorps" = "value"\n"of old times" = "former"\n{exceptions}'),
-        ("distcse/a.py", module),
-        ("docs/a.md", page),
-    ):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(text)
-    assert prose.main([], tmp_path) == 1
-    found = capsys.readouterr().out.splitlines()
-    assert [line.partition(": write")[0] for line in found if ": write" in line] == [
-        "distcse/a.py:3: 'zorp'",
-        "distcse/a.py:5: 'of old times'",
-        "distcse/a.py:8: 'zorps'",
-        "docs/a.md:6: 'zorp'",
-    ]

@@ -91,7 +91,7 @@ def test_bf16_is_selected_on_a_cpu_with_its_units_alone() -> None:
 def test_a_run_stores_its_precisions(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine might select other ones; a resumed or repeated run uses the stored ones."""
     auto = {"training.precision": "auto", "teachers.encoders.0.precision": "auto", "evaluation.precision": "auto"}
-    recipe = with_values(recipe_with("training.max_steps=2"), auto)
+    recipe = with_values(recipe_with("training.max_steps=2", "evaluation.final_suites=[]"), auto)
     monkeypatch.setattr("distcse.runs.cluster_fit.local_speed", lambda: SLOW)
     events: list[Event] = []
     first = distcse.run(recipe, listen=events.append)

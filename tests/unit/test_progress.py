@@ -20,7 +20,7 @@ from distcse.events import (
     StepReport,
     TrialUpdate,
 )
-from distcse.report.progress import LiveView, PlainView, QuietView, live_progress, open_view
+from distcse.report.progress import LiveView, PlainView, live_progress, open_view
 from distcse.runs.directory import RunDirectory
 
 STEPS = StepReport(4_200, 12_000, {"loss": 1.25, "info_nce": 0.4, "rank": 0.85}, 2e-5, 0.5, 0.01)
@@ -138,21 +138,9 @@ def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_quiet_prints_only_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     with open_view(quiet=True) as view:
-        assert isinstance(view, QuietView)
         for event in RUN:
             view.show(event)
     assert capsys.readouterr() == ("", "warning   2 rows are blank\n")
-
-
-@pytest.mark.parametrize(("options", "says"), [({}, True), ({"quiet": True}, False), ({"json": True}, False)])
-def test_the_first_line_says_what_is_loaded(
-    options: dict[str, bool], says: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for is_loading in (True, False):
-        with open_view(**options, is_loading=is_loading):
-            pass
-        shown = capsys.readouterr()
-        assert ("loading   PyTorch" in shown.err) == (says and is_loading) and shown.out == ""
 
 
 def test_json_lines_equal_those_of_events_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

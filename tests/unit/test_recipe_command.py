@@ -63,15 +63,6 @@ def test_recipes_and_spaces_are_validated(tmp_path: Path, capsys: pytest.Capture
         assert main(["validate", *words]) == 2 and named in capsys.readouterr().err
 
 
-def test_without_a_subcommand_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    alone = capsys.readouterr().out
-    assert all(f"\n    {name}" in alone for name in ("ls", "show", "cp", "validate", "reference", "schema"))
-
-
-# The reference page
-
-
 def test_the_committed_page_is_what_the_types_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reference"]) == 0
     page, command = "docs/reference/recipe.md", "python -m distcse recipe reference"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -169,33 +167,6 @@ def test_a_table_is_embedded_once_and_serves_the_encoders_similarities_as_a_live
 def test_shards_grow_with_the_rows_so_that_all_can_be_open(rows: int, expected: int) -> None:
     assert rows_per_shard(TeachersSection().shard_rows, rows) == expected and -(-rows // expected) <= MOST_SHARDS
     assert rows_per_shard(100, rows) == 100
-
-
-def test_the_next_shard_is_read_and_tokenized_while_one_is_embedded(
-    corpus: Corpus, teacher: TeacherSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoder, table = Encoder.from_section(teacher), table_of(teacher, corpus, open_store(tmp_path), 100)
-    is_tokenized, stored, token_ids = [threading.Event() for _ in range(4)], list[int](), encoder.token_ids
-
-    def noted_ids(texts: Sequence[str]) -> list[list[int]]:
-        ids = token_ids(texts)
-        next(event for event in is_tokenized if not event.is_set()).set()
-        return ids
-
-    def require_next_shard(*_: Any) -> None:
-        assert is_tokenized[min(len(stored) + 1, 3)].wait(timeout=60)
-
-    monkeypatch.setattr(encoder, "token_ids", noted_ids)
-    hook = encoder.register_forward_pre_hook(require_next_shard)
-    for rows in embed_shards(encoder, corpus, table, range(4), None):
-        stored.append(rows)
-    hook.remove()
-    monkeypatch.undo()
-    assert stored == [100, 100, 100, len(corpus) - 300] and not table.missing_shards()
-    alone = table_of(teacher, corpus, open_store(tmp_path / "alone"), 100)
-    assert [*chain.from_iterable(embed_shards(encoder, corpus, alone, [shard], None) for shard in range(4))] == stored
-    ids = np.arange(len(corpus))
-    np.testing.assert_array_equal(table.stored_vectors(ids), alone.stored_vectors(ids))
 
 
 def test_a_large_shard_is_embedded_in_parts(

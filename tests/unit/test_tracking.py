@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -99,14 +99,6 @@ def test_metrics_of_groups_have_group_and_phase_as_prefix_and_names_that_mlflow_
     assert tracked.info.status == "FAILED", "`end` was not called"
 
 
-def wait_for(files: Sequence[Path], text: bytes, count: int) -> None:
-    """Wait until each file has a text: a separate process of wandb writes them with a delay."""
-    until = time.monotonic() + 60
-    while not all(file.read_bytes().count(text) >= count for file in files):
-        assert time.monotonic() < until, f"{text!r} is missing"
-        time.sleep(0.1)
-
-
 def test_offline_wandb_writes_into_the_runs_folder(tmp_path: Path, recipe_with: MakeRecipe) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     recipe, events = recipe_with("loggers.wandb={project: mine}"), []
@@ -116,7 +108,10 @@ def test_offline_wandb_writes_into_the_runs_folder(tmp_path: Path, recipe_with: 
             trackers.end(interrupted=False, evaluation=None)
     files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert events == [] and len({file.name for file in files}) == 1 and len(files) == 2
-    wait_for(files, b"train/loss", 1)
+    until = time.monotonic() + 60
+    while not all(b"train/loss" in file.read_bytes() for file in files):  # a process of wandb writes with a delay
+        assert time.monotonic() < until, "the loss is missing"
+        time.sleep(0.1)
 
 
 def test_an_unreachable_server_is_warned_of_once(
