@@ -39,8 +39,6 @@ _TOKENIZED = 12_000.0
 """Sentences per second that one thread tokenizes."""
 _DISK = 2e8
 """Bytes per second of a checkpoint: written and synced."""
-_ORDER_BYTES = 12.0
-"""Host bytes of a worker's sampler per row, where orders are arrays: those of two epochs, and of a third that replaces one."""
 _MOVED = {("gpu", True): 290.0, ("gpu", False): 90.0, ("cpu", True): 520.0, ("cpu", False): 160.0}
 """Bytes that element-wise operations move per token and L·h, by device and whether the pass is a training step's."""
 _SAVED = {"gpu": (67.0, 50.0), "cpu": (82.0, 62.0)}
@@ -357,12 +355,6 @@ class StudentPlan:
         return self.memory_of(self.workers, self.batch, self.recipe.training.zero_stage)
 
     @property
-    def host_bytes(self) -> float:
-        """Host memory of a worker: the sampler's order of rows, and two checkpoints of a GPU that are being written."""
-        order = _ORDER_BYTES * self.lengths.rows
-        return order + (24.0 * self.trained if self.cluster.machine.kind == "gpu" else 0.0)
-
-    @property
     def tables(self) -> dict[str, float]:
         """Bytes of each teacher's embedding table."""
         return {f"teacher {n}": teacher.table_bytes(self.lengths.rows) for n, teacher in enumerate(self.teachers)}
@@ -388,12 +380,8 @@ class StudentPlan:
 
     def embedding(self, number: int, devices: int) -> Phase:
         """Return the cost of a teacher's pass, whose shards the embedding actors share."""
-        name, teacher, section, rows = (
-            f"teacher {number}",
-            self.teachers[number],
-            self.recipe.teachers,
-            self.lengths.rows,
-        )
+        name, teacher = f"teacher {number}", self.teachers[number]
+        section, rows = self.recipe.teachers, self.lengths.rows
         if teacher.list_source == "live":
             return Phase(name, 0.0, note="no table, runs during training")
         if teacher.shape is None:

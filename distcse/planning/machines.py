@@ -35,8 +35,6 @@ class Machine:
     """Bytes per second to another device of its node, one way."""
     source: str
     """Where the rates come from."""
-    host_memory: float = 128 * GIB
-    """Host memory in bytes per worker."""
 
     def rate(self, precision: str) -> float:
         """Return the FLOP/s in a precision; fp16 counts as bf16, and a precision without hardware units as fp32."""
@@ -92,19 +90,18 @@ def this_machine(threads: int) -> Machine:
     """Return this machine's device for a worker of `threads` threads: its GPU, or its CPU with a timed rate."""
     from distcse.devices.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, local_speed
 
-    memory = host.memory()
     if not has_gpu():
         rate = _cpu_rate() * threads
         matmul = {"fp32": rate, "bf16": rate * cpu_speed().speedups["bf16"]}
         name = f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
         source = "matrix products timed here for some milliseconds"
-        return Machine(name, "cpu", matmul, 3.5e10 * min(threads, 2), memory, 2e9, source, memory)
+        return Machine(name, "cpu", matmul, 3.5e10 * min(threads, 2), host.memory(), 2e9, source)
     name, (_, total) = local_speed().name, gpu_module(default_device()).mem_get_info()
     words = re.split(r"[\s-]+", name)
     known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
     nearest = min(known or [GPUS["L4-24G"]], key=lambda gpu: abs(gpu.memory - total))
     called = nearest.name if known else f"{name}, planned as an L4"
-    return replace(nearest, name=called, memory=float(total), host_memory=memory)
+    return replace(nearest, name=called, memory=float(total))
 
 
 @dataclass(frozen=True)

@@ -109,10 +109,7 @@ def plan_groups(recipe: MutualRecipe, cluster: Cluster, rows: int | None) -> Est
     devices, how = 1, "one after the other"
     if recipe.ray:
         devices = shared or min(sum(group.workers for group in recipe.groups), cluster.devices)
-        how = (
-            f"{'in parallel ' if shared is None else ''}on {devices} {'device' if shared is None else 'shared worker'}"
-        )
-        how += "s" * (devices != 1)
+        how = f"in parallel on {devices} devices" if shared is None else f"on {devices} shared workers"
 
     def cost(kind: Kind, trains: bool = True) -> tuple[float, float]:
         """Return the seconds of a phase, and those that its devices work: it ends with its slowest group."""
@@ -175,10 +172,6 @@ def _find_problems(plan: _Groups, parts: Sequence[Part], shared: int | None) -> 
             f"the groups' workers need {gpus:g} GPUs, and {cluster.spec} has {cluster.devices}; write "
             "mutual.shared_workers: auto, with which groups take turns, or set groups.N.gpus_per_worker"
         )
-    largest = max(recipe.groups, key=lambda group: recipe.bi_of(group).batch_size)
-    if plan.pairs < recipe.bi_of(largest).batch_size:
-        key = f"{recipe.loop_path(largest, 'bi')}.batch_size"
-        found.append(f"{plan.pairs:,} pairs are fewer than one batch; lower {key}, or give more pairs")
     return found
 
 

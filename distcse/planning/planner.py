@@ -124,10 +124,8 @@ def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> Cluster:
         return Cluster(spec, nodes, per_node, GPUS[kind])
     workers, cpus = 1, None
     if isinstance(recipe, MutualRecipe):
-        workers, cpus = (
-            sum(group.workers for group in recipe.groups) if recipe.ray else 1,
-            recipe.groups[0].cpus_per_worker,
-        )
+        workers = sum(group.workers for group in recipe.groups) if recipe.ray else 1
+        cpus = recipe.groups[0].cpus_per_worker
     elif isinstance(recipe, Recipe | FamilyRecipe):
         workers, cpus = max(1, recipe.training.workers), recipe.training.cpus_per_worker
     here = host.cpus()

@@ -24,9 +24,10 @@ from distcse.models.loading import embedding_shape, has_dropout, refuse_unpooled
 from distcse.models.pooling import Dense, Normalize
 from distcse.models.st_format import Layout, read_layout
 from distcse.models.student import depth_of, factorize_embeddings, keep_layers
-from distcse.models.texts import SENTENCE, is_template
+from distcse.models.texts import apply_prompt
 from distcse.recipe import CorpusSection, EncoderSection, StudentSection, TrainedSection
 from distcse.text import source_rows
+from distcse.text.token_table import SampledTokens
 
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
@@ -234,10 +235,8 @@ def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64
     folder = find_local_model(encoder.backbone, encoder.trust_remote_code, [CONFIG_FILE])
     opened = None if folder is None else ModelFolder.read(folder, encoder.trust_remote_code)
     if opened is not None and has_tokenizer(opened.backbone):
-        prompt = encoder.prompt or opened.layout.prompt
-        template = prompt if is_template(prompt) else prompt + SENTENCE
-        prompted = [template.replace(SENTENCE, text) for text in texts]
-        ids = opened.load_tokenizer()(prompted, truncation=False, padding=False, verbose=False)
-        return np.array([len(row) for row in ids["input_ids"]], dtype=np.int64), "by the student's tokenizer"
+        tokenizer, prompt = opened.load_tokenizer(), encoder.prompt or opened.layout.prompt
+        prompted = apply_prompt(tokenizer, texts, prompt, encoder.max_length or 512)
+        return SampledTokens.of(tokenizer, prompted).lengths, "by the student's tokenizer"
     by_bytes = [2 + len(text.encode()) / _BYTES_PER_TOKEN for text in texts]
     return np.array(by_bytes).round().astype(np.int64), f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"

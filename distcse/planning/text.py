@@ -68,8 +68,6 @@ def student_lines(plan: StudentPlan, problems: list[str]) -> list[str]:
         f"binds      {step.binding}",
         f"tables     {tables}; total cache {size_text(plan.disk_bytes)}",
         f"memory     {size_text(needed)} per worker, of {size_text(machine.memory)}: {parts}",
-        f"host       {size_text(plan.host_bytes)} per worker for row order and checkpoints, of "
-        f"{size_text(machine.host_memory)}",
         "",
         f"assumes    {ESTIMATE if plan.measured is None else plan.measured.note}",
         f"assumes    {machine.name}: rates of {machine.source}; nodes are connected at 100 Gbit/s",
@@ -102,7 +100,6 @@ def described_student(plan: StudentPlan, problems: list[str]) -> dict[str, Any]:
         "tables": plan.tables,
         "disk": plan.disk_bytes,
         "memory": {"stage": stage, **plan.memory, "total": sum(plan.memory.values())},
-        "host_memory": plan.host_bytes,
         "problems": problems,
         "advice": student_advice(plan),
     }
@@ -125,10 +122,8 @@ def scaling(plan: StudentPlan, counts: Sequence[int]) -> tuple[list[dict[str, An
         grown = plan.step_on(count, batch, cluster)
         strong, weak = plan.step_on(workers, plan.batch, cluster).seconds(kind), grown.seconds(kind)
         teachers = sum(plan.embedding(number, count).seconds for number in range(len(plan.teachers)))
-        student, memory = (
-            plan.steps * strong,
-            sum(plan.memory_of(count, batch, plan.recipe.training.zero_stage).values()),
-        )
+        student = plan.steps * strong
+        memory = sum(plan.memory_of(count, batch, plan.recipe.training.zero_stage).values())
         shares = {"strong": alone / strong / workers, "weak": alone / weak}
         found.append(
             {"devices": count, "teachers": teachers, "student": student, "memory": memory, "efficiency": shares}
@@ -152,38 +147,24 @@ def student_problems(plan: StudentPlan) -> list[str]:
     sharing = min(plan.workers, cluster.per_node) if machine.kind == "cpu" else 1
     available, needed = FITS * machine.memory / sharing, sum(plan.memory.values())
     if needed > available:
+        stage = plan.recipe.training.zero_stage
+        batches = (plan.batch >> halved for halved in range(1, plan.batch.bit_length() - 1))
+        fitting = (
+            batch
+            for batch in batches
+            if batch % plan.workers == 0 and sum(plan.memory_of(plan.workers, batch, stage).values()) <= available
+        )
+        batch = next(fitting, None)
+        fix = f"write training.batch_size={batch}" if batch else "take a smaller backbone, or a larger device"
         found.append(
-            f"a worker needs {gib(needed)} at ZeRO stage {plan.recipe.training.zero_stage}, {machine.name} has "
-            f"{gib(available)}; {_suggest_smaller(plan, available)}"
+            f"a worker needs {gib(needed)} at ZeRO stage {stage}, {machine.name} has {gib(available)}; {fix}, or more workers"
         )
     return found
 
 
-def _suggest_smaller(plan: StudentPlan, available: float) -> str:
-    """Return settings that make a worker fit into `available` bytes; each was checked."""
-
-    def fits(workers: int, batch: int, stage: int) -> bool:
-        return sum(plan.memory_of(workers, batch, stage).values()) <= available
-
-    workers, batch, own = plan.workers, plan.batch, plan.recipe.training.zero_stage
-    stages = [stage for stage in range(own + 1, 4) if workers > 1 and fits(workers, batch, stage)]
-    halves = (batch >> halved for halved in range(1, batch.bit_length()))
-    smaller = (half for half in halves if half >= 2 and half % workers == 0 and fits(workers, half, own))
-    more = (count for count in range(workers + 1, 4097) if batch % count == 0 and fits(count, batch, own))
-    remedies = [f"training.zero_stage={stage}" for stage in stages[:1]]
-    remedies += [f"training.batch_size={half}" for half in [next(smaller, None)] if half]
-    remedies += [f"training.workers={count} on as many devices" for count in [next(more, None)] if count]
-    return f"write {', or '.join(remedies)}" if remedies else "take a smaller backbone, or a larger device"
-
-
 def student_advice(plan: StudentPlan) -> list[str]:
-    """Return settings that would cost less, and settings that the plan does not follow."""
+    """Return settings that would cost less."""
     found, recipe, machine = [], plan.recipe, plan.cluster.machine
-    on_gpu = machine.kind == "gpu"
-    if on_gpu and (recipe.gpu_mode == "none" or recipe.teachers.gpus_per_actor == 0):
-        found.append("resources.gpu or teachers.gpus_per_actor selects CPUs; this plan assumes GPUs")
-    if on_gpu and recipe.training.precision == "fp32" and "bf16" in machine.matmul:
-        found.append("training.precision is fp32, but this GPU is faster in bf16; write training.precision=bf16")
     if idle := max(0, plan.cluster.devices - plan.workers - plan.others):
         found.append(
             f"{idle:,} of {plan.cluster.devices:,} devices do not train (batch {plan.batch}): "
