@@ -102,9 +102,9 @@ def _run(
                         train_all(context, values, sweep, states / "final_runs", resources, tracked)
             except StoppedEarlyError:
                 interrupted = True
-    found, best_trial = read_trials(directory / _TRIALS), _write_best_recipe(recipe, store)
+    found, best_trial = read_trials(store / _TRIALS), _write_best_recipe(recipe, store)
     write_tables(found, store)
-    final_results, final_runs = read_trials(directory / _FINAL_RUNS), store / _FINAL_RUNS
+    final_results, final_runs = read_trials(store / _FINAL_RUNS), store / _FINAL_RUNS
     final = FinalScores(None, stopped=interrupted)
     if best_trial is not None and not interrupted:
         final = measure(trials, final_results, final_runs, recipe.gpu_mode, backend, reporter)
@@ -158,7 +158,7 @@ def _served(
 
 
 def _write_best_recipe(recipe: BaseRecipe, store: ArtifactStore) -> Trial | None:
-    best_trial = find_best_trial(read_trials(store.path / _TRIALS))
+    best_trial = find_best_trial(read_trials(store / _TRIALS))
     if best_trial is not None:
         store.write_text("best.yaml", recipe_yaml(with_values(recipe, best_trial.values)))
     return best_trial

@@ -131,7 +131,7 @@ def _fit(
             ),
         )
     results = tuner.fit()
-    for record in read_trials(context.trials.path):
+    for record in read_trials(context.trials):
         if not record.ended:  # still running after `search.hours`, or missing from a damaged state of Ray Tune
             listener.note_end(record.name, "stopped")
     return results
@@ -310,7 +310,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
     def note_end(self, name: str, status: Status, reason: str = "") -> None:
         """Record the status of a trial that ended without recording one itself: Ray Tune ended it."""
         folder = self._context.trials / name
-        record = read_trial(folder.path)
+        record = read_trial(folder)
         if record is not None and not record.ended:
             complete = bool(record.metrics) and record.metrics[-1].progress >= 100
             # All scores are not enough for a trial that failed, or for a final run, whose model must be saved.
@@ -320,7 +320,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
         self._emit_update(name)
 
     def _emit_update(self, name: str) -> None:
-        record = read_trial(self._context.trials.path / name)
+        record = read_trial(self._context.trials / name)
         if record is not None:
             self._reporter.emit(trial_update(record))
 

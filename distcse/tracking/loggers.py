@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from distcse.devices.host import pip_install
 from distcse.errors import LoggerSetupError
 from distcse.recipe import LoggersSection, MLflowSection, WandbSection
-from distcse.storage import refuse_job_copy
+from distcse.storage import ArtifactStore, refuse_job_copy
 
 RunStatus = Literal["finished", "interrupted", "failed"]
 _PACKAGES = {
@@ -27,7 +26,7 @@ _PACKAGES = {
 class RunInfo:
     """Description of the run for trackers."""
 
-    folder: Path
+    folder: ArtifactStore
     settings: Mapping[str, Any]
     """The recipe's values by key; of a trial, only the searched ones."""
     recipe: str

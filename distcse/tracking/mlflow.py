@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from distcse.recipe import MLflowSection
-from distcse.storage import ArtifactStore, open_store
+from distcse.storage import ArtifactStore
 from distcse.tracking.loggers import RunInfo, RunStatus
 
 _RUN_ID_FILE = "mlflow.run"
@@ -32,8 +32,7 @@ class MLflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         self._client = MlflowClient(tracking_uri=section.uri)
-        store = open_store(run.folder)
-        self._run: str = self._resume(store) or self._create(section.experiment, run, store)
+        self._run: str = self._resume(run.folder) or self._create(section.experiment, run)
 
     def log_metrics(self, values: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
@@ -50,7 +49,7 @@ class MLflow:
         self._client.update_run(run_id, status="RUNNING")
         return run_id
 
-    def _create(self, experiment: str, run: RunInfo, store: ArtifactStore) -> str:
+    def _create(self, experiment: str, run: RunInfo) -> str:
         tags = {"sweep": run.sweep} if run.sweep else None
         created = self._client.create_run(self._experiment_id(experiment), run_name=run.name, tags=tags)
         params = [
@@ -58,7 +57,7 @@ class MLflow:
         ]
         for start in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(created.info.run_id, params=params[start : start + _MAX_PARAMS])
-        store.write_text(_RUN_ID_FILE, created.info.run_id)
+        run.folder.write_text(_RUN_ID_FILE, created.info.run_id)
         return str(created.info.run_id)
 
     def _experiment_id(self, name: str) -> Any:

@@ -11,7 +11,6 @@ from tensorboardX import SummaryWriter
 from tensorboardX.summary import hparams
 
 from distcse.errors import StorageError
-from distcse.storage import open_store
 from distcse.tracking.loggers import RunInfo, RunStatus
 
 _UPLOAD_INTERVAL_S = 60.0
@@ -25,7 +24,7 @@ class TensorBoard:
         self._folder = run.folder / "tensorboard"
         # The suffix is unique: file names have the time in seconds, so a second start could overwrite the first one's file.
         self._suffix = f".{time.time_ns()}"
-        self._writer = SummaryWriter(str(self._folder), filename_suffix=self._suffix)
+        self._writer = SummaryWriter(str(self._folder.path), filename_suffix=self._suffix)
         self._uploaded_at = time.monotonic()
         self._writer.add_text("recipe", f"```yaml\n{run.recipe}\n```")
         self._success: Any = None
@@ -51,8 +50,8 @@ class TensorBoard:
         self._upload()
 
     def _upload(self) -> None:
-        for file in self._folder.glob(f"*{self._suffix}"):
-            open_store(self._folder).upload(file.name)
+        for file in self._folder.path.glob(f"*{self._suffix}"):
+            self._folder.upload(file.name)
 
 
 def _hparam(value: object) -> bool | int | float | str:

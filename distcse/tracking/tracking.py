@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from distcse.evaluation import Evaluation
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Listener, LogMessage, Reporter, StepReport
 from distcse.recipe import BaseRecipe, recipe_yaml
+from distcse.storage import ArtifactStore
 from distcse.tracking.loggers import RunInfo, RunStatus, Tracker, openers_of
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class Tracking:
 
 
 @contextmanager
-def track_run(recipe: BaseRecipe, folder: Path, emit: Listener) -> Iterator[Tracking]:
+def track_run(recipe: BaseRecipe, folder: ArtifactStore, emit: Listener) -> Iterator[Tracking]:
     """Open the recipe's trackers for the duration of its run."""
     run = RunInfo(folder, _flat(recipe.model_dump(mode="json")), recipe_yaml(recipe))
     openers = openers_of(recipe.loggers)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import wandb
 
 from distcse.recipe import WandbSection
-from distcse.storage import open_store
 from distcse.tracking.loggers import RunInfo, RunStatus
 
 _RUN_ID_FILE = "wandb.run"
@@ -23,7 +22,7 @@ class Wandb:
         chosen: Any = mode or os.environ.get("WANDB_MODE")  # wandb itself reads the variable once per process
         if mode == "online" and not wandb.login(prompt=False):
             raise PermissionError("not logged in to W&B; set WANDB_API_KEY, or run wandb login")
-        store = open_store(run.folder)
+        store = run.folder
         if not store.fetch(_RUN_ID_FILE):
             store.write_text(_RUN_ID_FILE, secrets.token_hex(4))
         self._run: Any = wandb.init(
@@ -34,7 +33,7 @@ class Wandb:
             entity=section.entity,
             mode=chosen,
             group=run.sweep or None,
-            dir=str(run.folder),
+            dir=str(store.path),
             config=dict(run.settings),
             settings=wandb.Settings(
                 console="off",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -15,7 +14,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from distcse.errors import RunError, RunRecordError
-from distcse.storage import ArtifactStore, open_store
+from distcse.storage import ArtifactStore
 
 Status = Literal["running", "finished", "stopped", "diverged", "failed"]
 _FILE, _LIST = "trial.json", "trials.json"
@@ -71,35 +70,31 @@ class Trial:
         """Return the trial with another dev score, which replaces those of the same and later steps."""
         return replace(self, metrics=[entry for entry in self.metrics if entry.step < scored.step] + [scored])
 
-    def write(self, folder: Path | ArtifactStore) -> None:
+    def write(self, folder: ArtifactStore) -> None:
         """Write the record into the trial's folder."""
-        open_store(folder).write_json(_FILE, asdict(self))
+        folder.write_json(_FILE, asdict(self))
 
 
-def read_trial(folder: Path) -> Trial | None:
+def read_trial(folder: ArtifactStore) -> Trial | None:
     """Read a trial's record; None if the folder has none."""
-    store = open_store(folder)
     try:
-        found = store.read_json(_FILE)
-        return (
-            None
-            if found is None
-            else Trial(**{**found, "metrics": [TrialMetric(**entry) for entry in found["metrics"]]})
-        )
+        if (found := folder.read_json(_FILE)) is None:
+            return None
+        return Trial(**{**found, "metrics": [TrialMetric(**entry) for entry in found["metrics"]]})
     except (OSError, ValueError, KeyError, TypeError) as broken:  # KeyError, TypeError: a record of an earlier version
         raise RunRecordError(
-            f"{store}/{_FILE} cannot be read ({broken}), so the trial's scores are lost; remove {store}, then --resume "
+            f"{folder}/{_FILE} cannot be read ({broken}), so the trial's scores are lost; remove {folder}, then --resume "
             "continues the sweep without it"
         ) from None
 
 
-def read_trials(folder: Path) -> list[Trial]:
+def read_trials(folder: ArtifactStore) -> list[Trial]:
     """Read all trials in a sweep's trials folder, in the order of their start."""
     found = [read_trial(trial_folder) for trial_folder in _folders(folder)]
     return sorted((trial for trial in found if trial is not None), key=lambda trial: (trial.started_at, trial.name))
 
 
-def readable_trials(folder: Path) -> list[Trial]:
+def readable_trials(folder: ArtifactStore) -> list[Trial]:
     """Read all trials in a folder except those with damaged records."""
     found = []
     for trial_folder in _folders(folder):
@@ -116,11 +111,9 @@ def register_trial(store: ArtifactStore, name: str) -> None:
         store.write_json(_LIST, {"names": [*known, name]})
 
 
-def _folders(trials: Path) -> list[Path]:
-    store = open_store(trials)
-    if store.is_remote:
-        return [trials / name for name in _registered_names(store)]
-    return [trial_folder for trial_folder in trials.iterdir() if trial_folder.is_dir()] if trials.is_dir() else []
+def _folders(trials: ArtifactStore) -> list[ArtifactStore]:
+    names = _registered_names(trials) if trials.is_remote else sorted(trials.list_names())
+    return [trials / name for name in names]
 
 
 def _registered_names(trials: ArtifactStore) -> list[str]:

@@ -67,15 +67,15 @@ def run_trial(
     Raises:
         StoppedEarlyError: It was asked to stop before its end. Called again, it continues from its last checkpoint.
     """
-    folder = context.trials.path / name
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = context.trials / name
+    folder.path.mkdir(parents=True, exist_ok=True)
     trial = read_trial(folder)
     if trial is not None and trial.ended:
         return _replay(trial, report)
     has_same_values = trial is not None and trial.values == values
     if trial is None:
         trial = Trial(name, dict(values), started_at=time.time())
-        if not context.exchanges_checkpoints and (equal := _find_equal_trial(context.trials.path, values)) is not None:
+        if not context.exchanges_checkpoints and (equal := _find_equal_trial(context.trials, values)) is not None:
             trial = replace(equal, name=name, started_at=trial.started_at, reused_from=equal.name)
             trial.write(folder)
             return _replay(trial, report)
@@ -83,7 +83,7 @@ def run_trial(
         trial = replace(trial, values=dict(values), num_starts=trial.num_starts + 1)
     seconds_before = trial.seconds
     recipe = with_values(context.recipe, values)
-    directory = RunDirectory.begin(folder, recipe)  # a process of an earlier start writes nothing more
+    directory = RunDirectory.begin(folder.path, recipe)  # a process of an earlier start writes nothing more
     checkpoints = CheckpointStore(directory.store)
     if donor is not None and not (has_same_values and _has_passed(donor, checkpoints)):
         checkpoints.adopt(donor)
@@ -152,7 +152,7 @@ def _scores_in_checkpoint(trial: Trial, donor: Path) -> list[TrialMetric]:
     return [entry for entry in trial.metrics if (entry.step, entry.score) in scored]
 
 
-def _find_equal_trial(trials: Path, values: Mapping[str, Any]) -> Trial | None:
+def _find_equal_trial(trials: ArtifactStore, values: Mapping[str, Any]) -> Trial | None:
     """Return a finished trial with the same values, or None."""
     equal = (t for t in readable_trials(trials) if t.values == values and t.status == "finished" and not t.reused_from)
     return next(equal, None)

@@ -28,7 +28,7 @@ def track_trials(sweep: Sweep, context: TrialContext, reporter: Reporter) -> Ite
     if not sweep.loggers:
         yield reporter
         return
-    earlier = readable_trials(context.trials.path)
+    earlier = readable_trials(context.trials)
     threads = TrackerThreads(
         [
             TrackerThread(name, partial(TrialRuns, opener, partial(_describe, context), earlier))
@@ -38,7 +38,7 @@ def track_trials(sweep: Sweep, context: TrialContext, reporter: Reporter) -> Ite
     )
 
     def emit(event: Event) -> None:
-        if isinstance(event, TrialUpdate) and (trial := read_trial(context.trials.path / event.trial)) is not None:
+        if isinstance(event, TrialUpdate) and (trial := read_trial(context.trials / event.trial)) is not None:
             threads.submit(lambda runs: runs.log(trial))
         reporter.emit(event)
 
@@ -88,4 +88,4 @@ def _key(trial: Trial, metric: TrialMetric) -> tuple[str, int, float]:
 
 def _describe(context: TrialContext, trial: Trial) -> RunInfo:
     recipe = recipe_yaml(with_values(context.recipe, trial.values))
-    return RunInfo(context.trials.path / trial.name, trial.values, recipe, sweep=context.trials.parent.name)
+    return RunInfo(context.trials / trial.name, trial.values, recipe, sweep=context.trials.parent.name)

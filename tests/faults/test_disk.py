@@ -228,6 +228,10 @@ def write_phase_store(folder: Path) -> None:
     store.post("bert", Phase(0), _SCORES, None)
 
 
+def write_trial(folder: Path) -> None:
+    Trial("t", {"lr": 1.0}, metrics=[TrialMetric(1, 2.0, 3.0, 4.0)]).write(open_store(folder))
+
+
 _SCORES = np.zeros(4, dtype=np.float32)
 _SCORES_FILE = f"labels/start-bert.{sha256([_SCORES.data])[:12]}.npy"
 PAIRS = ("values.bin", "offsets.npy", "rows.npy", "pairs.json")
@@ -244,7 +248,7 @@ RECORDS = (
     ),
     Record("phases.json", write_phase_store, lambda folder: PhaseStore(open_store(folder)).dropped),
     Record(_SCORES_FILE, write_phase_store, lambda folder: PhaseStore(open_store(folder)).scores("bert", Phase(0))),
-    Record("trial.json", Trial("t", {"lr": 1.0}, metrics=[TrialMetric(1, 2.0, 3.0, 4.0)]).write, read_trial),
+    Record("trial.json", write_trial, lambda folder: read_trial(open_store(folder))),
     Record(
         "run.json",
         lambda folder: RunDirectory(folder).record(1, {"corpus": "c"}),

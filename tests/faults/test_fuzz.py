@@ -386,7 +386,7 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
         lambda: RunDirectory.reopen(run, []),
         lambda: RunDirectory(run).record(1, {"corpus": "c"}),
         lambda: PhaseStore(open_store(run)),
-        lambda: read_trial(run),
+        lambda: read_trial(open_store(run)),
         lambda: read_run(run),
         lambda: CheckpointStore(open_store(run)).restore(),
         lambda: CheckpointStore(open_store(run)).best(),

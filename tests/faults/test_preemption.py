@@ -14,6 +14,7 @@ import yaml
 
 from distcse.events import Reporter
 from distcse.recipe import load_recipe, recipe_yaml
+from distcse.storage import open_store
 from distcse.tuning.records import read_trials
 from tests.backends import run_mutual
 from tests.commands import TRAIN
@@ -201,7 +202,7 @@ def test_a_trial_on_a_drained_or_lost_node_continues_on_another(notice: str, rec
             next(machine for machine in others if machine.address == address).cut_power()
         ended(process)
         actors = head.actors()
-    (trial,) = read_trials(trials)
+    (trial,) = read_trials(open_store(trials))
     of_trial = [actor for actor in actors if actor.kind == "ImplicitFunc"]
     assert {actor.role for actor in of_trial} == {"students"} and len({actor.address for actor in of_trial}) == 2
     assert {a.role for a in actors if a.kind in ("EmbeddingActor", "TeacherServer")} == {"teachers"}

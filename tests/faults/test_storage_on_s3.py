@@ -112,10 +112,10 @@ def test_a_killed_sweep_continues_elsewhere(
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
     trials = resolve_path(f"{RUNS}/{name}") / "trials"
-    ended = [trial for trial in read_trials(trials) if trial.ended]
+    ended = [trial for trial in read_trials(open_store(trials)) if trial.ended]
     assert cli.main(["tune", "--resume", f"{RUNS}/{name}", "--quiet"]) == 0
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
-    found = read_trials(resolve_path(f"{RUNS}/{name}") / "trials")
+    found = read_trials(open_store(f"{RUNS}/{name}/trials"))
     assert [trial.status for trial in found] == ["finished"] * 2
     assert ended and all(trial in found for trial in ended), "an ended trial was repeated"
     assert {f"runs/{name}/{file}" for file in ("best.yaml", "trials.csv", "report.html")} <= set(bucket.stored())

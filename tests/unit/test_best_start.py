@@ -139,7 +139,7 @@ def test_trials_and_reports_have_the_scores_of_the_models_that_the_run_ends_with
     recipe = make("mutual.cycles=3", "mutual.patience=1", *overrides)
     store = post_two_cycles(recipe, tmp_path)
     assert (store.stopped_after == Phase(4)) is bool(overrides)
-    found = CycleScores(recipe, tmp_path).of(GroupEvent("good", GroupActivity("", "finished")))
+    found = CycleScores(recipe, open_store(tmp_path)).of(GroupEvent("good", GroupActivity("", "finished")))
     assert [score.score for score in found] == scores
     assert best_phase(dev_scores(recipe, store, "good", "bi")) == best
     cycles = read_cycles(tmp_path, ["good", "weak"], [], recipe.mutual.best_of)

@@ -28,7 +28,7 @@ from distcse.errors import (
 )
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporter, StepReport, ignore
 from distcse.recipe import Recipe, TrainingSection
-from distcse.storage import checksum, open_store, storage_errors
+from distcse.storage import ArtifactStore, checksum, open_store, storage_errors
 from distcse.storage.artifact_store import FolderStore
 from distcse.training import checkpoint_manager, step_log
 from distcse.training.checkpoint_files import (
@@ -97,7 +97,7 @@ class ShortTask(LineTask):
 class SlowStore(CheckpointStore):
     """Saves the checkpoint of one step only after `go` is set, and raises `failure` instead, if there is one."""
 
-    def __init__(self, run: Path, step: int, failure: DistcseError | None = None) -> None:
+    def __init__(self, run: ArtifactStore, step: int, failure: DistcseError | None = None) -> None:
         super().__init__(run)
         self.go, self._step, self._failure = threading.Event(), step, failure
 

@@ -72,12 +72,12 @@ def test_a_final_run_that_fails_after_its_last_score_is_not_finished(tmp_path: P
     ):
         folder = tmp_path / f"{keep_models}-{status}"
         (folder / "one").mkdir(parents=True)
-        Trial("one", {}, metrics=scored).write(folder / "one")
+        Trial("one", {}, metrics=scored).write(open_store(folder / "one"))
         context = TrialContext(
             load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(folder), keep_models=keep_models
         )
         TrialListener(context, Reporter(), ONE).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
-        (record,) = read_trials(folder)
+        (record,) = read_trials(open_store(folder))
         assert record.status == expected
 
 
@@ -88,7 +88,7 @@ def test_a_trial_that_storage_ends_is_not_failed_for_good_and_ends_the_sweep(
     error: DistcseError, status: str, tmp_path: Path
 ) -> None:
     (folder := tmp_path / "one").mkdir()
-    Trial("one", {}).write(folder)
+    Trial("one", {}).write(open_store(folder))
     (tmp_path / "error.pkl").write_bytes(ray.cloudpickle.dumps(RayTaskError("trial", "traceback", error)))
     (tmp_path / "error.txt").write_text(str(error))
     trial = SimpleNamespace(
@@ -100,7 +100,7 @@ def test_a_trial_that_storage_ends_is_not_failed_for_good_and_ends_the_sweep(
     context = TrialContext(load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(tmp_path))
     listener = TrialListener(context, Reporter(), ONE)
     listener.on_trial_error(1, [trial], trial)
-    (record,) = read_trials(tmp_path)
+    (record,) = read_trials(open_store(tmp_path))
     assert record.status == status
     with fails_with(StorageWriteError, "disk") if status == "running" else nullcontext():
         listener.on_step_end(1, [trial])

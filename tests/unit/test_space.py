@@ -208,13 +208,13 @@ def test_records_and_tables(tmp_path: Path) -> None:
     trials = [trial(2, [50, 70], a=[0, 2], b=0.5), trial(1, [50], "diverged", a=None, b=1.5)]
     for one in trials:
         (tmp_path / one.name).mkdir()
-        one.write(tmp_path / one.name)
-    assert read_trials(tmp_path) == trials[::-1]
+        one.write(open_store(tmp_path / one.name))
+    assert read_trials(open_store(tmp_path)) == trials[::-1]
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "trial.json").write_bytes(bytes(64))
-    assert {one.name for one in readable_trials(tmp_path)} == {"t1", "t2"}
+    assert {one.name for one in readable_trials(open_store(tmp_path))} == {"t1", "t2"}
     with fails_with(RunRecordError, str(tmp_path / "torn" / "trial.json"), "--resume"):
-        read_trials(tmp_path)
+        read_trials(open_store(tmp_path))
     again = trials[0].with_score(TrialMetric(10, 10.0, 65.0, 9.0))
     assert [entry.score for entry in again.metrics] == [50, 65]
     rows = rows_of(trials)

@@ -45,7 +45,7 @@ def test_a_stopped_trial_continues_from_its_checkpoint(
 
     with pytest.raises(StoppedEarlyError):
         run(context, "moved", {LR: 1e-3}, has_steps)
-    stopped, done = read_trial(folder), steps_of(folder)
+    stopped, done = read_trial(open_store(folder)), steps_of(folder)
     assert stopped is not None and stopped.status == "running" and not stopped.ended
     checkpoint = CheckpointStore(open_store(folder)).latest()
     assert checkpoint is not None and checkpoint.name.endswith(str(done[-1]))

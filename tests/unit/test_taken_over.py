@@ -149,7 +149,7 @@ def write_sweep(job: Job, start: int) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             trial = Trial(name, {"training.lr": 1.0}, status="finished", metrics=[TrialMetric(1, 100.0, 3.0, 4.0)])
             trial.write(directory.store / "trials" / name)
-        write_tables(read_trials(directory.path / "trials"), directory.store)
+        write_tables(read_trials(directory.store / "trials"), directory.store)
         directory.store.write_text("best.yaml", "{}")
         FinalScores(EVALUATION).write(directory.store, directory.store / "final_runs")
 
@@ -157,7 +157,7 @@ def write_sweep(job: Job, start: int) -> None:
 def check_sweep(job: Job) -> None:
     reopen(job.run)
     assert recorded(job.run)["data"] == {"corpus": "content"}
-    assert [trial.name for trial in read_trials(job.run / "trials")] == ["one", "two"]
+    assert [trial.name for trial in read_trials(open_store(job.run / "trials"))] == ["one", "two"]
     assert (job.run / "trials.csv").read_text().count("finished") == 2
 
 
@@ -175,7 +175,7 @@ def write_trial(job: Job, start: int) -> None:
 
 
 def check_trial(job: Job) -> None:
-    (trial,) = read_trials(job.run.parent)
+    (trial,) = read_trials(open_store(job.run.parent))
     assert trial.status == "finished" and not (job.run / "checkpoints" / "latest").exists()
 
 

@@ -87,7 +87,7 @@ def test_metrics_of_groups_have_group_and_phase_as_prefix_and_names_that_mlflow_
     mlruns: MlflowFolder, tmp_path: Path, recipe_with: MakeRecipe
 ) -> None:
     loggers = recipe_with(f"loggers={{tensorboard: true, mlflow: {{uri: '{mlruns.uri}'}}}}")
-    with track_run(loggers, tmp_path, pytest.fail) as trackers:
+    with track_run(loggers, open_store(tmp_path), pytest.fail) as trackers:
         trackers.on_event(replace(STEPS, losses={"recall@10": 0.5}))
         for phase in ("cycle-1-cross", "cycle-1-bi"):
             trackers.on_event(GroupEvent("bert", GroupActivity(phase, "training")))
@@ -103,7 +103,7 @@ def test_offline_wandb_writes_into_the_runs_folder(tmp_path: Path, recipe_with: 
     pytest.importorskip("wandb", reason="wandb is not installed")
     recipe, events = recipe_with("loggers.wandb={project: mine}"), []
     for _ in range(2):
-        with track_run(recipe, tmp_path, events.append) as trackers:
+        with track_run(recipe, open_store(tmp_path), events.append) as trackers:
             trackers.on_event(STEPS)
             trackers.end(interrupted=False, evaluation=None)
     files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
@@ -121,7 +121,7 @@ def test_an_unreachable_server_is_warned_of_once(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     events: list[Event] = []
     recipe = recipe_with(f"loggers.mlflow={{uri: 'http://127.0.0.1:{free_port()}'}}")
-    with track_run(recipe, tmp_path, events.append) as trackers:
+    with track_run(recipe, open_store(tmp_path), events.append) as trackers:
         trackers.on_event(STEPS)
     trackers.on_event(DEV)
     (warning,) = events
@@ -181,7 +181,7 @@ def tracked_trials(
 
         def record(trial: Trial) -> None:
             (trials / trial.name).mkdir(parents=True, exist_ok=True)
-            trial.write(trials / trial.name)
+            trial.write(open_store(trials / trial.name))
             reporter.emit(TrialUpdate(trial.name, trial.status, 0.0, None, None, trial.values, trial.reason))
 
         yield record

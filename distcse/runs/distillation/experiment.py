@@ -143,7 +143,7 @@ class Distillation(Experiment[Recipe]):
             if recipe != self.recipe:
                 directory.decide(recipe)
             directory.record(recipe.seed, data_fingerprints(recipe, corpus, labelled))
-            with track_run(recipe, directory.path, reporter.emit) as tracked, ExitStack() as joined:
+            with track_run(recipe, directory.store, reporter.emit) as tracked, ExitStack() as joined:
                 reporter = tracked.relay(reporter)
                 joined.enter_context(joined_for_run(recipe, backend.cluster, directory.path))
                 reporter = backend.metered(reporter, directory.path.name)

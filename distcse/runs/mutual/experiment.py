@@ -144,7 +144,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
                 GroupContext(recipe, number, directory.store, tables)
                 for number, tables in zip(active, tokens, strict=True)
             ]
-            with track_run(recipe, directory.path, reporter.emit) as tracked:
+            with track_run(recipe, directory.store, reporter.emit) as tracked:
                 reporter = tracked.relay(reporter)
                 with joined_for_groups(recipe, groups, backend.cluster, directory.path) as resources:
                     reporter = backend.metered(reporter, directory.path.name)
