@@ -41,8 +41,6 @@ from distcse.tuning.records import Trial, TrialMetric, read_trial
 from tests.backends import run
 from tests.disks import Disk, disk
 from tests.failures import fails_with
-from tests.jobs import make_spec
-from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
 LINES = [f"Sentence number {number} of the corpus." for number in range(400)]
@@ -169,23 +167,6 @@ def test_a_damaged_pointer_is_replaced_by_the_latest_step(tmp_path: Path, damage
     assert checkpoints.best() is not None
     assert restored is not None and restored[0].step in (1, 2)
     assert restored[0].step == 2 or damage is flip  # a flipped bit may name another existing step
-
-
-def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_weights(recipe_with: MakeRecipe) -> None:
-    from tests.jobs import train as train_job
-
-    recipe = recipe_with("training.max_steps=8", "training.log_every=2", "evaluation.eval_steps=2")
-    reference, tables = make_spec(recipe)
-    train_job(reference, tables)
-    spec, tables = make_spec(recipe)
-    assert train_job(spec, tables, stop_after=8).interrupted
-    latest = CheckpointStore(spec.run).latest()
-    assert latest is not None and load_trainer_state(latest).step > 3
-    flip(latest / "exp_avg.safetensors")
-    events: list[Event] = []
-    train_job(spec, tables, events)
-    assert any(isinstance(event, LogMessage) and event.warning and str(latest) in event.text for event in events)
-    assert_equal_weights(weights_of(reference.run.path), weights_of(spec.run.path))
 
 
 def test_a_model_damaged_after_its_export_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:

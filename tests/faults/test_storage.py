@@ -15,10 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from ray import cloudpickle
 
-from distcse import cli
-from distcse.cluster.teacher_servers import live_teacher, table_teacher
 from distcse.errors import (
     CorpusCacheError,
     InvalidValueError,
@@ -32,21 +29,18 @@ from distcse.errors import (
 from distcse.events import Event, LogMessage, Reporter, StepReport
 from distcse.models import Encoder
 from distcse.preflight.machine import check_location
-from distcse.recipe import CorpusSection, MutualRecipe, Recipe
+from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import prepare_tables, read_corpus
-from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.lease import Lease, has_local_changes
-from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
+from distcse.runs.mutual.phase_store import Phase, PhaseStore
 from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
 from distcse.storage.bucket_store import list_objects
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.text import Corpus, Pairs
-from distcse.text.row_keys import RowKeys
 from distcse.training.checkpoint_files import ModelState, TrainerState
 from distcse.training.checkpoints import CheckpointStore
-from distcse.tuning.trial import TrialContext
 from tests.backends import run
 from tests.disks import KINDS, before_change, disk
 from tests.failures import fails_with
@@ -189,18 +183,6 @@ def test_folders_are_uploaded_and_downloaded_as_a_unit(
     assert not [key for key in server.stored() if key.startswith(key_of(bucket))]
 
 
-def test_unchanged_files_are_not_uploaded_again(bucket: str, gate: Gate) -> None:
-    model = fill(open_store(f"{bucket}/model"), config="1", weights="w" * 1000)
-    model.publish()
-    gate.changes.clear()
-    model.publish()
-    assert gate.changes == []
-    (model.path / "card").write_text("new")
-    model.publish()
-    uploads = [change for change in gate.changes if change.startswith("PUT") and not change.endswith("/")]
-    assert len(uploads) == 4  # card and record; config and weights are copied within the storage
-
-
 def test_damaged_objects_are_an_error(bucket: str, machine: Callable[[str], None], server: Server) -> None:
     fill(open_store(f"{bucket}/x"), a="1").publish()
     (data,) = [key for key in server.stored() if key.startswith(key_of(bucket)) and key.endswith("/a")]
@@ -214,37 +196,6 @@ def test_damaged_objects_are_an_error(bucket: str, machine: Callable[[str], None
     server.write(f"{key_of(bucket)}/x/record.json", b"{}")
     with fails_with(RunRecordError, f"{bucket}/x/record.json"):
         open_store(f"{bucket}/x").fetch_folder()
-
-
-def test_a_damaged_cache_is_made_again(
-    bucket: str, machine: Callable[[str], None], server: Server, sentences: list[str]
-) -> None:
-    for damaged in ("keys.npy", "record.json", ""):
-        machine(f"with {damaged}")
-        keys = RowKeys.prepare(lambda ids: [sentences[number] for number in ids], 4, "corpus", open_store(bucket))
-        assert keys.distinct == 4
-        for key in server.stored():
-            if damaged and key.startswith(key_of(bucket)) and key.endswith(damaged):
-                server.write(key, b"{}")
-        stored = server.stored()
-        machine("finds the damage")
-        RowKeys.find("corpus", open_store(bucket))
-        assert server.stored() == stored, "another run may be replacing it"
-    machine("last")
-    assert RowKeys.find("corpus", open_store(bucket)) is not None
-
-
-def test_a_model_is_saved_to_and_loaded_from_object_storage(
-    bucket: str, machine: Callable[[str], None], tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    encoder = Encoder.load(tiny("bert"), pooling="mean")
-    encoder.save(f"{bucket}/model")
-    machine("other")
-    loaded = Encoder.load(f"{bucket}/model").state_dict()
-    assert all(torch.equal(weight, loaded[name]) for name, weight in encoder.state_dict().items())
-    assert cli.main(["train", "--resume", "s3://KEY:SECRET@bucket/x"]) == 1
-    shown = capsys.readouterr().err
-    assert f"[{StorageAddressError.code}]" in shown and "SECRET" not in shown
 
 
 def test_the_doctor_tests_object_storage(bucket: str, gate: Gate) -> None:
@@ -603,32 +554,6 @@ def recipe(bucket: str, tmp_path: Path, tiny: Callable[..., Path], sentences: li
         "evaluation.final_suites=[]",
     )
     return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences[:150], *overrides)
-
-
-def test_messages_to_other_machines_contain_no_path_of_a_mirror(
-    bucket: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    storage = (f"storage.runs={bucket}/runs", f"storage.cache={bucket}/cache")
-    overrides = ("objective.regression={}", "student.projection=none")
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *storage, *overrides)
-    prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
-    (table,) = prepared.tables(LocalBackend(), Reporter())
-    run_path = RunDirectory.create(recipe).path
-    spec = prepared.spec(
-        RunDirectory(run_path, Lease.acquire(open_store(run_path))), [table], LocalBackend(), Reporter()
-    )
-    assert table is not None and spec.run.guard is not None
-    assert spec.targets is not None and spec.targets.projection is not None
-    teacher, corpus = recipe.teachers.encoders[0], prepared.corpus.store
-    for sent in (
-        spec,
-        table,
-        table_teacher(teacher, table),
-        live_teacher(teacher, corpus, 64),
-        GroupContext(MutualRecipe.model_construct(), 0, spec.run, {"bi": spec.tokens}),  # type: ignore[call-arg]
-        TrialContext(recipe, spec.run / "trials"),
-    ):
-        assert str(tmp_path / "mirror").encode() not in cloudpickle.dumps(sent)
 
 
 def test_a_run_continues_on_another_machine_and_ends_with_the_same_weights(

@@ -6,14 +6,12 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from distcse.cluster.sweep import TrialBackend
 from distcse.devices.device import CPU
 from distcse.events import Reporter
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
-from distcse.models import CrossEncoder, Encoder
 from distcse.models.frozen_pass import by_length
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
@@ -33,7 +31,6 @@ from tests.counting import (
     shard_checksums,
 )
 from tests.jobs import make_recipe, make_spec
-from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.sweeps import LR
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_sentences
@@ -136,21 +133,3 @@ def test_an_embedding_pass_processes_little_padding(data: Path, minilm: str) -> 
     assert sorted(index for batch in batches for index in batch) == list(range(2000))
     processed = sum(len(batch) * max(len(token_ids[index]) for index in batch) for batch in batches)
     assert sum(map(len, token_ids)) / processed >= 0.965
-
-
-def test_a_cross_encoder_and_a_pair_step_process_little_padding(
-    tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
-) -> None:
-    longer = [" ".join(sentences[start : start + 1 + start % 3]) for start in range(0, 200)]
-    pairs = make_pairs(tmp_path, longer[:100], longer[100:])
-    bi, cross = Encoder.load(tiny("bert"), pooling="mean", max_length=32), CrossEncoder.fresh(tiny("bert"), 64)
-    for tokens in (bi_tokens(bi, pairs), cross_tokens(cross, pairs, both_orders=False)):
-        parts = tokens.batch(np.arange(64), 0, torch.device("cpu")).parts
-        processed = [len(part.token_index) for part in parts if part.token_index is not None]
-        assert len(processed) == len(parts)
-        assert (
-            sum(int(part.mask.sum()) for part in parts) / sum(processed) >= 0.94
-        )  # including the rounding up to a multiple of a power of two
-    with passes_of(cross) as counted:
-        cross.score(list(pairs.both()), batch_tokens=512)
-    assert counted.rows == 100 and counted.filled > 0.9

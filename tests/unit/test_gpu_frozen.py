@@ -26,7 +26,7 @@ from distcse.storage import open_store
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.cross_encoder import PairTeacher
-from distcse.teachers.teacher import LiveTeacher, RankSpaceTeacher
+from distcse.teachers.teacher import LiveTeacher
 from distcse.text import Corpus
 from tests.counting import passes_of
 from tests.failures import fails_with
@@ -158,19 +158,6 @@ def test_chunks_of_a_long_call_are_tokenized_ahead_and_waited_for_once_each(
     assert waits == 3 and order.index("wait") >= 2 and encoder.training
 
 
-def test_an_error_of_the_caller_ends_the_pass_and_keeps_the_mode(
-    gpu: Simulation, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    encoder = Encoder.load(tiny("bert"), pooling="mean").to("gpu").train()
-
-    def stop(done: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        encoder.encode(sentences[:250], on_progress=stop)
-    assert encoder.training and torch.is_grad_enabled()
-
-
 def test_a_table_waits_once_per_shard(
     gpu: Simulation, tmp_path: Path, tiny: Callable[..., Path], corpus: Corpus, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,18 +177,6 @@ def test_a_table_waits_once_per_shard(
     done: list[int] = []
     LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, [1], done.append, Reporter()))
     assert done[-1] == 40 and not table.missing_shards()
-
-
-def test_the_next_shard_is_queued_before_a_shard_is_stored(
-    gpu: Simulation, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    encoder = Encoder.load(tiny("bert"), pooling="mean").to("gpu")
-    with passes_of(encoder) as counted:
-        each = encoder.encode_each([sentences[:20], sentences[20:40]], batch_tokens=4096)
-        first = next(each)
-        assert counted.calls == 2
-        vectors = np.concatenate([first, *each])
-    np.testing.assert_allclose(vectors, encoder.encode(sentences[:40]), atol=2e-6)
 
 
 def test_out_of_memory_halves_the_passes_for_good(
@@ -266,19 +241,6 @@ def test_ranking_waits_once_per_call(rank_method: str, monkeypatch: pytest.Monke
         pairs = np.arange(12), np.arange(12, 24)
         found, expected = (pair_similarities(each, vectors, *pairs) for each in (space, host))
         np.testing.assert_allclose(found, expected, atol=2e-6)
-
-
-def test_a_rank_space_teacher_waits_once_for_a_block_of_steps() -> None:
-    class Table:
-        vectors = staticmethod(lambda rows: unit(5000, 16)[rows])
-
-    columns, references = np.arange(24).reshape(3, 8), np.arange(100, 5000)
-    expected = RankSpaceTeacher(Table(), references).similarities(columns, slice(2, 6))  # type: ignore[arg-type]
-    with simulated() as gpu:
-        teacher = RankSpaceTeacher(Table(), references, "sort", "gpu")  # type: ignore[arg-type]
-        lists, waits = waits_of(gpu, lambda: teacher.similarities(columns, slice(2, 6)))
-    np.testing.assert_allclose(lists, expected, atol=2e-6)
-    assert lists.shape == (3, 4, 8) and waits == 1
 
 
 @pytest.mark.parametrize(

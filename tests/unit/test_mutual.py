@@ -25,7 +25,6 @@ from distcse.errors import (
     ModelFormatError,
     ModelNotFoundError,
     RunRecordError,
-    UnknownKeyError,
 )
 from distcse.evaluation import (
     LoadOptions,
@@ -413,16 +412,6 @@ def test_a_group_that_makes_the_first_labels_worse_is_named(weak: MutualRecipe, 
 # -- recipes --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_group_inherits_what_it_does_not_set(both: MakeRecipe) -> None:
-    recipe = both("groups.1.bi.batch_size=8", "groups.1.bi.lr=2e-3", "groups.1.cross.max_length=24", "bi.epochs=3")
-    bert, roberta = recipe.groups
-    assert recipe.bi_of(bert) == recipe.bi and recipe.cross_of(bert) == recipe.cross
-    assert recipe.bi_of(roberta) == recipe.bi.model_copy(update={"batch_size": 8, "lr": 2e-3})
-    assert recipe.cross_of(roberta) == recipe.cross.model_copy(update={"max_length": 24})
-    assert [section.batch_size for section in recipe.loop_sections] == [16, 16, 8, 16]
-    assert [recipe.loop_path(group, "bi") for group in recipe.groups] == ["bi", "groups.1.bi"]
-
-
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -454,12 +443,6 @@ def test_a_group_inherits_what_it_does_not_set(both: MakeRecipe) -> None:
 def test_recipes_that_contradict_themselves_are_refused(both: MakeRecipe, overrides: str, named: str) -> None:
     with fails_with(InvalidValueError, *named.split(" … ")):
         both(*re.split(r" (?=groups|mutual)", overrides))
-
-
-@pytest.mark.parametrize("override", ["mutual.exchange=all", "groups.0.lr=1", "groups.0.bi.max_length=24"])
-def test_keys_that_no_section_has_are_refused(both: MakeRecipe, override: str) -> None:
-    with fails_with(UnknownKeyError, override.partition("=")[0]):
-        both(override)
 
 
 @pytest.mark.parametrize(

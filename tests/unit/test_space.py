@@ -21,7 +21,6 @@ from distcse.errors import (
 )
 from distcse.evaluation.results import compute_spread
 from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep
-from distcse.report.sweep_page import importances
 from distcse.storage import open_store
 from distcse.tuning.records import (
     Trial,
@@ -223,16 +222,6 @@ def test_records_and_tables(tmp_path: Path) -> None:
     assert (tmp_path / "trials.csv").read_text().splitlines()[0].startswith('"trial","status","dev"')
     spread = compute_spread([1.0, 2.0, 3.0])
     assert (spread.mean, spread.deviation, spread.number) == (2.0, 1.0, 3)
-
-
-def test_importances_find_the_parameter_that_matters(recipe: Recipe, tmp_path: Path) -> None:
-    overrides = {"objective.rank.tau2": {"uniform": [0.01, 1]}, "training.lr": {"log_uniform": [1e-5, 1e-3]}}
-    space = Space(sweep_of(tmp_path, overrides), recipe)
-    found = [space.values(draw) for draw in space.draw(40, seed=0)]
-    trials = [trial(n, [100 * values["objective.rank.tau2"]], **values) for n, values in enumerate(found)]
-    shares = importances(space, trials)
-    assert next(iter(shares)) == "objective.rank.tau2" and shares["objective.rank.tau2"] > 0.9
-    assert importances(space, trials[:3]) == {}
 
 
 def test_errors_of_overrides_have_their_prefix_and_those_of_the_file_have_none(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from tests.counting import CountedSource
 from tests.failures import fails_with
 from tests.gpusim import Simulation
 from tests.jobs import make_spec
-from tests.training_step import TrainingStep
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 from tests.workers import run_workers
 
@@ -142,24 +141,6 @@ def test_a_gpu_computes_the_lists_and_the_host_never_waits(recipe_with: MakeReci
         found[step] = array_of(outputs.to(torch.device("cpu")))
     assert simulated_gpu.waits == {}
     assert_close([found], [expected])
-
-
-@pytest.mark.slow
-def test_steps_on_a_gpu_do_not_wait_and_equal_recorded_ones(recipe_with: MakeRecipe, simulated_gpu: Simulation) -> None:
-    spec, tables = make_spec(recipe_with("training.epochs=2"))
-    spec = with_worker_tables(spec, tables)
-    step = TrainingStep(spec, clients_of(spec, tables))
-    step()
-    with simulated_gpu.counting():
-        for _ in range(3):
-            step()
-    assert {place for place in simulated_gpu.waits if " in " not in place} == set()  # of the main thread
-    weights = []
-    for mode in ("off", "on"):
-        spec, tables = make_spec(recipe_with(f"training.cuda_graphs={mode}", "training.max_steps=12"))
-        train_with(with_worker_tables(spec, tables), tables)
-        weights.append(weights_of(spec.run.path))
-    assert_same_learning(*weights)  # an eager step's learning rate is a Python number
 
 
 def test_servers_without_lists_to_compute_are_refused(recipe_with: MakeRecipe) -> None:
