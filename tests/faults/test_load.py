@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.load import MIB, TOLERANCE, Load, RequestTimes, TrackedServer, deepest, run_load
 from distcse.cluster.heartbeat import CONCURRENCY
 from distcse.cluster.teacher_servers import RemoteTeacherClient, TeacherServer, server_of
 from distcse.errors import TeacherOutputError
-from tests.load import TOLERANCE, Load, RequestTimes, TrackedServer, deepest, run_load
-from tests.memory import MIB
 
 pytestmark = pytest.mark.cluster
 

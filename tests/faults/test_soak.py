@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soak import ROWS, Soak
 from tests.kills import Nodes
-from tests.soak import ROWS, Soak
 from tests.wikipedia import wiki_sentences
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
