@@ -159,25 +159,6 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
     assert_same_learning(local_weights, ray_weights, excluded=("LayerNorm.bias", "running_mean"))
 
 
-@pytest.mark.slow
-def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> None:
-    """False negatives and joined regression targets, together.
-
-    The workers read the tables; a thread serves the local run's lists.
-    """
-    overrides = (
-        "student.projection=none",
-        "objective.info_nce.false_negatives={threshold: 0.8, form: soften}",
-        "objective.regression={weight: 2.0}",
-        "training.max_steps=8",
-        "training.dropout_rng_streams=2",
-    )
-    workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
-    on_ray = run(recipe_with(*overrides, *workers), Reporter())
-    local = run(recipe_with(*overrides, "training.workers=0", "teachers.serve=actor"), Reporter())
-    assert_same_learning(weights_of(local.directory.path), weights_of(on_ray.directory.path))
-
-
 def test_what_the_cluster_lacks_is_refused_at_once_and_an_actors_error_is_raised_unchanged(
     recipe_with: MakeRecipe,
 ) -> None:

@@ -13,13 +13,13 @@ import numpy as np
 import psutil
 import pytest
 
-from distcse.cluster import embedding_actors, nodes
+from distcse.cluster import nodes
 from distcse.cluster.backend import RayBackend
 from distcse.cluster.nodes import ResourceWatchdog
 from distcse.cluster.teacher_servers import RemoteTeacherClient, co_located_servers, served
 from distcse.devices.resources import Node, ResourceRequest
 from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError
-from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport, WaitWarning
+from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport
 from distcse.recipe import Recipe, with_values
 from distcse.runs.distillation.corpus import prepare_tables, read_corpus
 from distcse.teachers.teacher import open_table_teacher
@@ -80,38 +80,6 @@ def test_an_embedding_actor_and_a_server_that_hang_are_reported_and_replaced(rec
     for name in ("embedding actor 0 of", "server 0 of"):
         warning = next(text for text in warnings if text.startswith(name))
         assert teacher.backbone in warning and "3 s (teachers.heartbeat_timeout_s)" in warning
-
-
-@pytest.mark.slow
-def test_shards_of_an_actor_without_room_go_to_another_one(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, sentences: list[str]
-) -> None:
-    """Two of three embedding actors have room. One is killed, and another actor takes its CPU: the last one does all shards."""
-    import ray
-
-    monkeypatch.setattr(embedding_actors, "WaitWarning", partial(WaitWarning, after_s=1.0))
-    holders = [ray.remote(CpuHolder).options(num_cpus=4).remote()]
-    ray.get(holders[0].is_ready.remote())
-    events: list[Event] = []
-    killed: list[bool] = []
-
-    def listen(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, StageProgress) and event.done and not event.finished and not killed:
-            holders.append(ray.remote(CpuHolder).options(num_cpus=1).remote())  # waits for the next free CPU
-            killed.append(kill_actor("EmbeddingActor"))
-
-    wanted = with_values(recipe, {"teachers.shard_rows": 20, "teachers.embedding_workers": 3})
-    try:
-        (table,) = prepare_tables(wanted, read_corpus(wanted, Reporter()), RayBackend(), Reporter(listen))
-    finally:
-        for holder in holders:
-            ray.kill(holder)
-    assert killed == [True] and table is not None and table.missing_shards() == []
-    finished = [event for event in events if isinstance(event, StageProgress) and event.finished]
-    assert finished[-1].done == len(sentences)
-    warning = next(event.text for event in events if isinstance(event, LogMessage) and "waits for a node" in event.text)
-    assert "1 CPU free" in warning and "`ray status` shows who holds" in warning
 
 
 @pytest.mark.slow

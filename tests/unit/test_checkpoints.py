@@ -226,29 +226,6 @@ def test_checkpoints_that_are_due_during_a_write_are_left_out_but_the_best(
         assert_equal_weights(load_weights(found), load_weights(expected))
 
 
-def test_a_run_that_is_killed_during_a_slow_write_resumes_to_the_same_scores_and_weights(
-    gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
-    scores = {3: 2.0, 6: 3.0, 9: 2.0, 12: 2.5}
-    whole, store, task = (
-        CheckpointStore(open_store(tmp_path / "whole")),
-        SlowStore(open_store(tmp_path / "killed"), 3),
-        RisingTask(scores),
-    )
-    expected = fit(whole, RisingTask(scores))
-    task.at_step = failing_at(10, store)
-    with pytest.raises(ZeroDivisionError):
-        fit(store, task)
-    latest = store.latest()
-    assert latest is not None and latest.name == "step-000003"
-    result = fit(store, RisingTask(scores))
-    assert result.state == expected.state
-    for found, other in ((store.best(), whole.best()), (store.latest(), whole.latest())):
-        assert found is not None and other is not None and found.name == other.name
-        assert_equal_weights(load_weights(found), load_weights(other))
-
-
 def test_a_snapshot_does_not_see_later_steps_and_waits_for_nothing() -> None:
     with simulated() as gpu:
         task = LineTask()

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from distcse.checks import Check, answers, ok
+from distcse.checks import Check, answers
 from distcse.cluster import health
 from distcse.devices import host
 from distcse.preflight import machine
-from distcse.preflight.inputs import input_questions
 from distcse.preflight.models import check_model
 from distcse.recipe import EncoderSection, EndpointSection, Recipe, TeacherSection
 from distcse.teachers.kinds import kind_of
@@ -43,13 +42,6 @@ def test_python_torch_transformers_and_ray_are_supported() -> None:
 def test_a_package_that_is_too_old_too_new_or_missing_fails(requirement: str, releases: list[tuple[int, int]]) -> None:
     found = machine.check_package(requirement, *releases)
     assert found.verdict == "fail" and found.fix == f'pip install "{requirement}"'
-
-
-def test_results_do_not_wait_for_later_checks() -> None:
-    def unfinished() -> str:
-        raise AssertionError("asked before its turn")
-
-    assert next(answers([("first", lambda: "done"), ("second", unfinished)])) == ok("first", "done")
 
 
 def test_a_required_gpu_is_checked_where_the_run_trains(recipe_with: Callable[..., Recipe]) -> None:
@@ -154,16 +146,6 @@ def test_models_are_checked(tiny: Callable[..., Path], tmp_path: Path) -> None:
     assert empty.verdict == "fail" and str(bare) in empty.found and "tokenizer" in empty.found
     shutil.copy(tiny("bert") / "tokenizer.json", bare)
     assert answer_of(str(bare)).verdict == "ok"
-
-
-def test_text_and_labelled_sets_are_checked(recipe_with: Callable[..., Recipe], tmp_path: Path) -> None:
-    def verdicts(recipe: Recipe) -> list[str]:
-        return [check.verdict for check in answers(input_questions(recipe))]
-
-    assert verdicts(recipe_with()) == ["ok"] and verdicts(recipe_with("evaluation.data=/nowhere")) == ["fail", "ok"]
-    recipe = recipe_with()
-    (tmp_path / "corpus.txt").unlink()
-    assert verdicts(recipe) == ["fail"]
 
 
 def check_endpoint(url: str) -> Check:

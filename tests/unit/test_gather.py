@@ -27,7 +27,14 @@ RANKS: dict[str, dict[str, Any]] = {
     "list_mle without positive": {"form": "list_mle", "tau2": 0.05, "exclude_positive": True},
     "list_mle eps": {"form": "list_mle", "tau2": 0.05, "eps": 1e-7, "list_reduction": "mean"},
 }
-RANDOM = [(name, form) for name in RANKS for form in ("js", "neg_entropy")]
+TERMS: dict[str, dict[str, Any]] = {
+    "vectors": {"regression": {}},
+    "vectors by MSE": {"regression": {"form": "mse"}},
+    "false negatives masked": {"info_nce": {"false_negatives": {"threshold": 0.5}}},
+    "false negatives softened": {"info_nce": {"false_negatives": {"threshold": 0.5, "form": "soften"}}},
+    "rank regression": {"rank_regression": {"lower": -1.0}},
+}
+RANDOM = [(name, form) for name in RANKS for form in ("js", "neg_entropy")] + [(name, "js") for name in TERMS]
 ORACLES = ["list_net", "list_mle"]
 
 Case = dict[str, Any]
@@ -49,7 +56,8 @@ def random_case(name: str, form: str) -> Case:
         "weight": torch.randn(4, 5, dtype=torch.float64, generator=generator),
         "lists": cosines(noise.tolist()),
         "tanh": True,
-        "section": {"consistency": {"form": form}, "rank": RANKS[name]},
+        "targets": torch.nn.functional.normalize(torch.eye(6, 5, dtype=torch.float64) + 1, dim=1),
+        "section": {"consistency": {"form": form}, "rank": RANKS.get(name), **TERMS.get(name, {})},
     }
 
 
@@ -79,7 +87,7 @@ def step(case: Case) -> Step:
     weight = case["weight"].clone().requires_grad_()
     views = gather_views(*(model(case, case[x][own], weight) for x in ("x1", "x2")))
     share, parts = build_objective(ObjectiveSection.model_validate(case["section"]))(
-        views, TeacherOutputs(case["lists"][own])
+        views, TeacherOutputs(case["lists"][own], targets=case["targets"][own] if "targets" in case else None)
     )
     (share * workers).backward()
     assert weight.grad is not None

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
-from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
-from distcse.report.card import write_cards
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import read_corpus
@@ -182,30 +180,6 @@ def test_a_run_that_has_its_copy_of_a_projection_needs_the_other_run_no_more(
     require_shared_projection(shared, corpus, RunDirectory(second))
     with fails_with(InvalidValueError, "objective.regression.projection", str(other), "no projection.safetensors"):
         require_shared_projection(shared, corpus)
-
-
-@pytest.mark.slow
-def test_the_model_card_describes_the_space(recipe_with: MakeRecipe) -> None:
-    """Teacher vectors that are joined, weighted and projected as the card describes equal the targets."""
-    result = run(recipe_with(*ONTO_ALL, "training.max_steps=2"), Reporter())
-    write_cards(result)
-    card = (result.directory.model / "README.md").read_text()
-    assert "distcse/projection.safetensors" in card
-    kept = float(card.split("keeps ")[1].split("%")[0])
-    assert 90 < kept <= 100
-    teachers = result.recipe.teachers.encoders
-    lines = Path(str(result.recipe.corpus.path)).read_text().splitlines()[:20]
-    vectors = [Encoder.from_section(teacher).encode(lines, normalize=True) for teacher in teachers]
-    joined = np.concatenate([vectors[0] * (1 / 3) ** 0.5, vectors[1] * (2 / 3) ** 0.5], axis=1)
-    documents = joined @ load_file(result.directory.model / "distcse" / "projection.safetensors")["projection"]
-    spec, _ = make_spec(result.recipe)
-    assert spec.targets is not None
-    documents /= np.linalg.norm(documents, axis=1, keepdims=True)
-    np.testing.assert_allclose(documents, spec.targets.open().vectors(np.arange(20)), atol=2e-3)
-    alone = run(recipe_with(*ALONE, "objective.regression={teachers: [1]}", "training.max_steps=2"), Reporter())
-    write_cards(alone)
-    card = (alone.directory.model / "README.md").read_text()
-    assert f"in the space of `{Path(alone.recipe.teachers.encoders[1].backbone).name}`" in card
 
 
 def test_invalid_recipes_and_damaged_projections_are_refused(recipe_with: MakeRecipe, tmp_path: Path) -> None:
