@@ -1,4 +1,4 @@
-"""Functions on other nodes' GPUs: killed, hung and failing processes, a stop request, held CPUs, a driver that has no room."""
+"""Functions and a family's students on other nodes' GPUs: killed, hung and failing processes, a stop, a lost node."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+import distcse
 from distcse.cluster.backend import RayBackend
 from distcse.devices.device_plan import DeviceOptions
 from distcse.errors import DistcseError, ModelOutputError, StoppedEarlyError, WorkFailedError
 from distcse.evaluation import Evaluation
-from distcse.events import Event, LogMessage, Reporter, StageProgress
+from distcse.events import Event, GroupEvent, LogMessage, Reporter, StageProgress, StepReport
+from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe, load_recipe, read_recipe, recipe_yaml, with_values
 from distcse.runs.backend import Backend, DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory, write_recipe
@@ -26,20 +31,89 @@ from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.mutual.pairs import load_pairs
 from distcse.storage import checksum, open_store
 from tests.backends import run
-from tests.devices import (
-    comparable,
-    count_actors,
-    fail_once_another_runs,
-    fail_unexpectedly,
-    recorded_loads,
-    wait_for_file,
-    wait_or_return,
-    write_once_stopped,
-)
+from tests.commands import run_command
 from tests.jobs import make_recipe
 from tests.kills import Nodes
 from tests.pairs import make_mutual_recipe
 from tests.weights import assert_equal_weights, weights_of
+
+
+@contextmanager
+def recorded_loads() -> Iterator[list[str]]:
+    """Yield a list to which every model is added that this process loads."""
+    loaded: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, name in ((Encoder, "from_section"), (CrossEncoder, "load")):
+            original = getattr(kind, name).__func__
+
+            def load(cls: type[Any], source: Any, *more: Any, original: Any = original, **settings: Any) -> Any:
+                loaded.append(getattr(source, "backbone", str(source)))
+                return original(cls, source, *more, **settings)
+
+            patch.setattr(kind, name, classmethod(load))
+        yield loaded
+
+
+def comparable(evaluation: Evaluation | None) -> dict[str, Any]:
+    """Return an evaluation as plain data, without times."""
+    assert evaluation is not None
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(evaluation)))
+    timings = dict.fromkeys(("seconds", "sentences_per_s", "latency_ms"), 0)
+    return {**plain, "seconds": 0, "models": [{**model, **timings} for model in plain["models"]]}
+
+
+def wait_or_return(file: Path, seconds: Mapping[int, float], answer: int, reporter: Reporter) -> int:
+    """Note this attempt in a file, report it and its place, wait as long as it should, and return an answer."""
+    import ray
+
+    with file.open("a") as attempts:
+        attempts.write(f"{os.getpid()}\n")
+    attempt, node = len(file.read_text().splitlines()), ray.get_runtime_context().get_node_id()
+    reporter.emit(LogMessage(f"{answer} {attempt} {os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')} {node}"))
+    time.sleep(seconds.get(attempt, 0.0))
+    return answer
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds, or after two minutes."""
+    deadline = time.monotonic() + 120
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def write_once_stopped(folder: Path, reporter: Reporter) -> None:
+    """Run until a stop is requested, and say so in a file, as training writes a checkpoint."""
+    (folder / "running").touch()
+    wait_until(reporter.stop_requested)
+    (folder / "stopped").touch()
+
+
+def fail_once_another_runs(folder: Path, reporter: Reporter) -> None:
+    """Raise an error once `write_once_stopped` runs."""
+    wait_for_file(folder / "running", reporter)
+    raise ModelOutputError("the model's output is NaN")
+
+
+def wait_for_file(file: Path, reporter: Reporter) -> None:
+    wait_until(file.exists)
+
+
+def count_actors(most: int, file: Path, reporter: Reporter) -> int:
+    """Return the number of actors of this cluster's devices, also of those that have not started, once it is at most this."""
+    import ray
+
+    def number() -> int:
+        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        return sum(name.startswith("device-") for name in names)
+
+    wait_until(lambda: number() <= most)
+    file.touch()
+    return number()
+
+
+def fail_unexpectedly(reporter: Reporter) -> None:
+    raise ZeroDivisionError("one by zero")
+
 
 pytestmark = pytest.mark.cluster
 
@@ -57,7 +131,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 def drive(nodes: Nodes, function: str, folder: Path) -> Any:
     """Call a function of this module in a driver on the head, and return what it has written."""
-    from tests.commands import run_command
 
     script = f"from pathlib import Path; from tests.faults import test_device_calls as t; t.{function}(Path({str(folder)!r}))"
     done = run_command([sys.executable, "-c", script], **nodes.environment)
@@ -243,3 +316,115 @@ def test_a_driver_without_room_loads_no_model_and_its_run_equals_a_local_one(
     remote = comparable(Evaluation.read(directory / "evaluation.json"))
     for ours, theirs in zip(comparable(local.evaluation)["scores"], remote["scores"], strict=True):
         assert theirs["values"] == pytest.approx(ours["values"], abs=0.2), ours["measure"]
+
+
+# -- a family's students -------------------------------------------------------------------------------------------------
+
+
+NAMES = ["3-layers", "2-layers", "1-layer"]
+
+
+@pytest.fixture(scope="module")
+def nodes_of_one_thread(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with Nodes(tmp_path_factory.mktemp("nodes"), cpus=0) as running:
+        for _ in range(2):
+            running.start(1, "--num-gpus=1")  # one thread each, as in the local run
+        yield running
+
+
+def train_families(folder: Path) -> None:
+    """A driver: a run whose largest student's process is killed, one that is stopped and resumed, one that loses a node."""
+    recipe, found = str(folder / "recipe.yaml"), {}
+    found["killed"] = _trained(lambda listen: distcse.run(recipe, listen=listen), "process")
+    stopped = _trained(lambda listen: distcse.run(recipe, listen=listen, stop_requested=lambda: listen.has_steps))
+    found["stopped"] = stopped
+    found["resumed"] = _trained(lambda listen: distcse.resume(Path(stopped["run"]), listen=listen))
+    found["node lost"] = _trained(lambda listen: distcse.run(recipe, listen=listen), "node")
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+class _Listener:
+    """Notes what a run reports, and kills the process of a student, or its node, once that has written checkpoints."""
+
+    def __init__(self, kills: str) -> None:
+        self.messages: list[str] = []
+        self.continued: list[str] = []
+        self.has_steps = False
+        self._kills = kills
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, LogMessage):
+            self.messages.append(event.text)
+        if not isinstance(event, GroupEvent):
+            return
+        if isinstance(event.event, LogMessage) and event.event.text.startswith("resuming after step"):
+            self.continued.append(event.event.text)
+        if isinstance(event.event, StepReport):
+            self.has_steps = True
+            if self._kills and event.event.step > 25:
+                process = psutil.Process(_training_processes()[0])
+                raylet = process.parent()
+                assert raylet is not None and raylet.name() == "raylet"
+                for killed in [process] if self._kills == "process" else [raylet, *raylet.children(recursive=True)]:
+                    killed.kill()
+                self._kills = ""
+
+
+def _training_processes() -> list[int]:
+    """Return the processes of this driver's cluster that train a student."""
+    found, (_, _, port) = [], os.environ["RAY_ADDRESS"].rpartition(":")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            parent = process.parent()
+            if parent is not None and process.cmdline()[:1] and process.cmdline()[0].startswith("ray::DeviceActor"):
+                found += [process.pid] if any(f":{port}" in part for part in parent.cmdline()) else []
+    return found
+
+
+def _trained(start: Callable[[_Listener], Any], kills: str = "") -> dict[str, Any]:
+    listener = _Listener(kills)
+    done = start(listener)
+    return {
+        "run": str(done.directory),
+        "interrupted": done.interrupted,
+        "models": list(done.models),
+        "continued": listener.continued,
+        "messages": listener.messages,
+    }
+
+
+@pytest.mark.slow
+def test_students_side_by_side_learn_what_they_learn_in_turn(
+    nodes_of_one_thread: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    overrides = (
+        "objective={info_nce: null, consistency: null, rank: null, regression: {}}",
+        "student.projection=none",
+        "student.dropout=0.1",
+        "student.layers=null",
+        "training.workers=1",
+        "training.max_steps=120",
+        "training.epochs=100",
+        "training.log_every=5",
+        "evaluation.dev=agreement",
+        "evaluation.eval_steps=20",
+        "evaluation.final_suites=[agreement]",
+    )
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides)
+    family = f"family:\n{''.join(f'  - {{layers: {layers}}}{chr(10)}' for layers in (1, 3, 2))}"
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe) + family)
+    found = drive(nodes_of_one_thread, "train_families", tmp_path)
+    local = distcse.run(str(tmp_path / "recipe.yaml"), "training.workers=0", listen=lambda event: None)
+    line = "3 students train side by side, each with a GPU, 2 at the same time"
+    for case in ("killed", "resumed", "node lost"):
+        run = found[case]
+        assert line in run["messages"] and not run["interrupted"] and run["models"] == NAMES
+        for name in NAMES:
+            assert_equal_weights(*(weights_of(Path(each) / "members" / name) for each in (local.directory, run["run"])))
+    for case in ("killed", "node lost"):
+        (continued,) = found[case]["continued"] or [case]
+        assert continued in (f"resuming after step {step} of 120" for step in (20, 40, 60, 80, 100))
+    stopped = found["stopped"]
+    assert stopped["interrupted"] and stopped["models"] == NAMES[: len(stopped["models"])]
+    assert found["resumed"]["continued"]
+    assert Encoder.load(found["killed"]["run"] + "/members/1-layer/model").encode(["a cat"]).shape[0] == 1

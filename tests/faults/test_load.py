@@ -1,21 +1,25 @@
-"""Trials that request lists from shared servers at full speed: correct answers, bounded queues and memory.
+"""Trials that request lists from shared servers at full speed, and runs with a random fault on several nodes.
 
-`benchmarks/load.py` runs it at full size.
+`benchmarks/load.py` and `benchmarks/soak.py` run them at full size.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.load import MIB, TOLERANCE, Load, RequestTimes, TrackedServer, deepest, run_load
+from benchmarks.soak import ROWS, Soak
 from distcse.cluster.heartbeat import CONCURRENCY
 from distcse.cluster.teacher_servers import RemoteTeacherClient, TeacherServer, server_of
 from distcse.errors import TeacherOutputError
+from tests.kills import Nodes
+from tests.wikipedia import wiki_sentences
 
 pytestmark = pytest.mark.cluster
 
@@ -64,3 +68,20 @@ def test_workers_share_a_pool_evenly_and_trials_about_evenly() -> None:
     assert Counter(server_of(pool, "run", worker) for worker in range(6)) == {"a": 2, "b": 2, "c": 2}
     trials = Counter(server_of(pool, f"f3b0c_{number:05d}", 0) for number in range(60))
     assert min(trials.values()) >= 10
+
+
+# -- soak ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Soak]:
+    folder = tmp_path_factory.mktemp("soak")
+    with Nodes(folder) as cluster_nodes:
+        yield Soak(folder, cluster_nodes, wiki_sentences(data, ROWS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "kind"), [(10, "node"), (11, "driver")])
+def test_a_disturbed_run_reaches_the_same_weights(soak: Soak, seed: int, kind: str) -> None:
+    played = soak.play(seed, kind)
+    assert played.survived and played.restarts == 1, played.line
