@@ -237,20 +237,6 @@ def test_signals_before_the_end_of_the_job_let_the_run_end_and_requeue_the_job(f
     assert calls(folder).count("terminated") == 1 and calls(folder).count("scontrol requeue 7") == 1
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_a_signal_before_the_run_begins_requeues_the_job(folder: Path, nodes: int) -> None:
-    """While the job waits for its nodes, and while the last one joins."""
-    joins = f"until [ -e joined ]; do sleep 0.02; done; echo {nodes}; exit; fi"
-    body = STANDINS["python"].replace(
-        "echo 3; exit; fi", f"{{ echo asked >> calls; {joins.removesuffix('; exit; fi')}; }}; exit; fi"
-    )
-    make_commands(folder / "bin", python=body)
-    job = start(folder, steps=300)
-    wait_for("asked", folder, job)
-    job.terminate()
-    (folder / "joined").touch()
-    assert job.wait(30) == 130
-    assert "distcse.train" not in calls(folder) and "scontrol requeue 7" in calls(folder)
 
 
 def test_a_node_on_which_ray_ends_fails_the_job(folder: Path) -> None:

@@ -190,15 +190,6 @@ def test_a_student_that_diverges_does_not_keep_a_finished_one_from_its_export(
     assert [folder.parent.name for folder in tmp_path.glob("*/members/*/model")] == ["wide"]
 
 
-def test_students_that_are_saved_as_they_started_are_reported_and_left_out_of_cards(file: Path) -> None:
-    events: list[Event] = []
-    overrides = ("training.lr=1e-9", "training.max_steps=2", "evaluation.dev=agreement", "evaluation.eval_steps=1")
-    done = distcse.run(str(file), "family=[{layers: 2}, {layers: 1}]", *overrides, listen=events.append)
-    notes = [e for e in events if isinstance(e, GroupEvent) and isinstance(e.event, LogMessage)]
-    texts = {e.group: e.event.text for e in notes if isinstance(e.event, LogMessage) and "DCSE-W11" in e.event.text}
-    assert list(texts) == ["2-layers", "1-layer"] and not any("family" in text for text in texts.values())
-    for name in ("2-layers", "1-layer"):
-        assert "lie in its space" not in (done.models[name] / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
