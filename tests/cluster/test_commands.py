@@ -28,17 +28,6 @@ def recipe_file(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
     return file
 
 
-@pytest.mark.slow
-def test_a_dry_run_says_that_workers_get_none_of_the_gpus_that_ray_has(recipe_file: Path) -> None:
-    """Ray is started with more GPUs than the machine has."""
-    command = [*TRAIN, str(recipe_file), "--dry-run", "training.workers=4", "training.cpus_per_worker=0.1"]
-    done = run_command(command, RAY_OVERRIDE_RESOURCES='{"CPU": 4, "GPU": 3}')
-    assert done.returncode == 0, done.stderr
-    message = "the cluster has 3 GPUs, and none goes to the training workers: training.workers=4 needs 4 GPUs, since"
-    assert "GPUs 3: embedding actors 3 x 1; then training workers none" in done.stderr
-    assert done.stderr.count(message) == 1 and "GPUs 3; workers 4, each with CPUs 0.1, GPUs 0" in done.stderr
-
-
 def assert_silent_libraries(output: str) -> None:
     """Assert that DeepSpeed's banners and warnings, and those of torch that it causes, are not in a command's output."""
     noise = re.compile(

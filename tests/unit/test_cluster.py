@@ -32,16 +32,12 @@ from distcse.errors import DivergedError, RayConnectionError, StoppedEarlyError
 from distcse.events import Event, LogMessage, Reporter, WaitWarning
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.directory import check_storage
 from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.distillation.preflight import check_embedding
-from distcse.runs.distillation.processes import joined_for_embedding, joined_for_run
-from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.training.checkpoint_files import TrainerState
 from distcse.training.trainer import TrainResult
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
-from tests.jobs import make_recipe
 from tests.pairs import make_mutual_recipe
 from tests.ports import free_port
 
@@ -139,16 +135,12 @@ class UnaskedCluster(FixedCluster):
         raise AssertionError(requests)
 
 
-def test_dry_runs_ask_for_no_nodes(
-    recipe_with: Callable[..., Recipe], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
-) -> None:
+def test_dry_runs_ask_for_no_nodes(recipe_with: Callable[..., Recipe]) -> None:
     backend, wait = LocalBackend(), "resources.wait_s=60"
     backend.cluster = UnaskedCluster([Node("", {"CPU": 4.0}, {})])  # type: ignore[assignment]
     recipe = recipe_with("training.workers=1", wait)
     check_embedding(recipe, backend, Reporter())
     Distillation(recipe).check(backend, Reporter())
-    mutual = make_mutual_recipe(tmp_path / "mutual", {"bert": tiny("bert")}, sentences, wait)
-    MutualDistillation(mutual).check(backend, Reporter())
 
 
 # Drained nodes
@@ -210,27 +202,6 @@ def test_a_problem_names_the_path_and_its_key(tmp_path: Path) -> None:
             marker.write_text(content)
         problem = check_paths({"storage.runs": marker}, read, "token", "one")
         assert problem is not None and words in problem
-
-
-def test_embedding_checks_only_the_cache_on_the_teachers_nodes(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    """The folder of runs may not exist yet, and nothing is embedded on students' nodes. A run checks both on all nodes."""
-    overrides = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}", "training.workers=1")
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *overrides)
-    cluster = FixedCluster([Node(role, {"CPU": 1.0}, {"role": role}) for role in ("students", "teachers")])
-    runs, cache = tmp_path / "runs", tmp_path / "cache"
-    check_storage(recipe.storage, ["cache"])
-    with joined_for_embedding(recipe, cluster):
-        assert not runs.exists()
-    check_storage(recipe.storage)
-    with joined_for_run(recipe, cluster, runs):
-        pass
-    teacher, students, teachers = "teachers.encoders.0.backbone", {"role": "students"}, {"role": "teachers"}
-    assert cluster.required == [
-        ({"storage.cache": cache}, {teacher}, [teachers]),
-        ({"storage.runs": runs, "storage.cache": cache}, {teacher, "student.backbone"}, [students, teachers]),
-    ]
 
 
 # Actors and backends

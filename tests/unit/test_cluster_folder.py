@@ -237,8 +237,6 @@ def test_signals_before_the_end_of_the_job_let_the_run_end_and_requeue_the_job(f
     assert calls(folder).count("terminated") == 1 and calls(folder).count("scontrol requeue 7") == 1
 
 
-
-
 def test_a_node_on_which_ray_ends_fails_the_job(folder: Path) -> None:
     """Instead of a wait for it until the job's time is over."""
     make_commands(folder / "bin", srun='[[ "$*" == *hostname* ]] && echo 10.0.0.1', python="echo 1", sleep="")

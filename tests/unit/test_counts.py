@@ -25,7 +25,6 @@ from distcse.tuning.trial import TrialContext, run_trial
 from tests.counting import (
     CountedSource,
     LargestTensor,
-    NumbersRead,
     dispatched,
     passes_of,
     shard_checksums,
@@ -95,17 +94,6 @@ def test_a_step_of_twelve_layers_dispatches_at_most_8000_operations(
     assert sum(p.requires_grad for p in step.task.model.parameters()) == 199
     step()
     assert 7000 < dispatched(step) <= 8000
-
-
-def test_a_step_reads_no_value_from_a_tensor(recipe_with: Callable[..., Recipe]) -> None:
-    spec, tables = make_spec(recipe_with(*QUIET))
-    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    step = TrainingStep(spec, [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers])
-    step()
-    with NumbersRead() as values:
-        for _ in range(3):
-            step()
-    assert values.names == []
 
 
 def test_losses_create_no_tensor_of_pairs_times_dimensions() -> None:

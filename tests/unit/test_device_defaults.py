@@ -14,17 +14,15 @@ from distcse.devices.device import DeviceSpeed, auto_precision
 from distcse.devices.device_plan import DeviceOptions, DevicePlan, OwnNode, plan_devices
 from distcse.devices.resources import Node
 from distcse.errors import ClusterTooSmallError, OutOfMemoryError
-from distcse.events import Event, Reporter, StageProgress
+from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.models.folder import overflows_fp16
 from distcse.models.loading import halve_matrices
-from distcse.preflight.precision import Role, report_precisions
 from distcse.recipe import Recipe, TrainingSection
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.distillation_task import BatchLoader
 from distcse.runs.mutual.processes import group_needs, with_precisions
 from distcse.teachers.kinds.base import frozen_weight_dtype
-from distcse.training.engines.deepspeed_engine import deepspeed_config
 from distcse.training.out_of_memory import OutOfMemoryAdvice
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
@@ -58,19 +56,6 @@ def test_teachers_are_fp16_and_students_bf16_on_gpus(
     assert auto_precision(devices) == trained
     assert auto_precision(devices, is_teacher=True) == teacher
     assert auto_precision(devices, is_teacher=True, overflows_fp16=True) == overflowing
-
-
-def test_one_line_names_what_a_gpu_does() -> None:
-    roles = [
-        Role("student", "training.precision", "auto", [H100]),
-        Role("teacher 0", "teachers.encoders.0.precision", "auto", [H100], is_teacher=True),
-    ]
-    events: list[Event] = []
-    report_precisions(roles, events.append)
-    (line,) = (event.note for event in events if isinstance(event, StageProgress))
-    assert line.startswith(
-        "bf16: student; fp16: teacher 0 (NVIDIA H100: has bf16 units); on GPUs widths in multiples of 8"
-    )
 
 
 def test_families_that_overflow_fp16_are_known(tiny: Callable[..., Path]) -> None:
@@ -157,21 +142,6 @@ def test_the_ways_out_fit_the_recipe(section: dict[str, Any], named: str) -> Non
     with fails_with(OutOfMemoryError, named, "Tried to allocate 2.00 GiB") as failure, advice:
         fail()
     assert failure.value.__suppress_context__ and kept[0]() is None, "the error keeps the step's tensors alive"
-
-
-@pytest.mark.parametrize(
-    ("stage", "own", "expected"),
-    [(0, {}, {}), (1, {}, {"overlap_comm": True}), (2, {"overlap_comm": False}, {"overlap_comm": False})],
-)
-def test_deepspeed_sums_gradients_of_a_gpu_during_the_backward_pass_from_stage_1(
-    stage: int, own: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    section = TrainingSection(
-        zero_stage=stage, engine="deepspeed", precision="bf16", deepspeed={"zero_optimization": own} if own else None
-    )
-    with simulated():
-        assert deepspeed_config(section, 16)["zero_optimization"] == {**expected, "stage": stage}
-    assert deepspeed_config(section, 16)["zero_optimization"] == {**own, "stage": stage}
 
 
 # -- where functions run -------------------------------------------------------------------------------------------------

@@ -190,8 +190,6 @@ def test_a_student_that_diverges_does_not_keep_a_finished_one_from_its_export(
     assert [folder.parent.name for folder in tmp_path.glob("*/members/*/model")] == ["wide"]
 
 
-
-
 @pytest.mark.parametrize(
     ("gpus", "overrides", "expected"),
     [

@@ -17,7 +17,6 @@ from distcse.errors import DeviceMemoryError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder, frozen_pass
-from distcse.models.frozen_pass import by_length
 from distcse.rank_space import DeviceRankSpace, RankSpace, pair_similarities
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.runs.backend import EmbeddingRequest, LocalBackend
@@ -28,7 +27,6 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.cross_encoder import PairTeacher
 from distcse.teachers.teacher import LiveTeacher
 from distcse.text import Corpus
-from tests.counting import passes_of
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.models import make_cross_encoder
@@ -177,28 +175,6 @@ def test_a_table_waits_once_per_shard(
     done: list[int] = []
     LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, [1], done.append, Reporter()))
     assert done[-1] == 40 and not table.missing_shards()
-
-
-def test_out_of_memory_halves_the_passes_for_good(
-    gpu: Simulation, tiny: Callable[..., Path], sentences: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=24)
-    expected = encoder.encode(sentences[:90])
-    encoder.to("gpu")
-    done: list[int] = []
-    with gpu.out_of_memory("distcse/models/encoder.py", after=60):
-        vectors, waits = waits_of(gpu, lambda: encoder.encode(sentences[:90], on_progress=done.append))
-    np.testing.assert_allclose(vectors, expected, atol=2e-6)
-    assert waits == 1 and len(caplog.records) == 1
-    assert len(done) > 3 and done[-1] == len(set(sentences[:90]))  # after each of several passes
-    lowered = encoder.token_budget.tokens(None, torch.device("gpu"))
-    assert 100 <= lowered <= 128 and f"at most {lowered} " in caplog.text and "out of memory" in caplog.text
-    caplog.clear()
-    with passes_of(encoder) as again:
-        encoder.encode(sentences[:90])
-    assert not caplog.records
-    ids = encoder.token_ids(list(dict.fromkeys(sentences[:90])))
-    assert again.calls == len(by_length(ids, lowered, 1.0))
 
 
 def test_a_memory_that_holds_few_tokens_computes_the_same(

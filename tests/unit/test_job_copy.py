@@ -22,8 +22,6 @@ from distcse.preflight.warnings import warn_of_places
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import is_in_job_copy, open_store, resolve_path
-from distcse.tracking import require_mlflow_server, require_packages
-from tests.failures import fails_with
 
 SPACE = "name: mine\nparameters: {training.lr: {values: [1.0e-3, 2.0e-3]}}\nsearch: {algorithm: grid}\n"
 
@@ -135,18 +133,6 @@ def test_paths_outside_the_copy_are_accepted_and_a_run_there_is_resumed(job: Pat
     changed = distcse.with_values(stored, {"storage.runs": str(job / "runs")})
     write_recipe(open_store(run.directory), changed)
     assert distcse.resume(run.directory, listen=lambda event: None).model.is_dir()
-
-
-def test_mlflow_without_an_address_is_refused(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    loggers = distcse.read_recipe("mine.yaml", ["loggers.mlflow={}"]).loggers
-    with fails_with(InvalidValueError, "loggers.mlflow.uri"):
-        require_packages(loggers)
-    require_packages(distcse.read_recipe("mine.yaml", ["loggers.mlflow.uri=http://mlflow:5000"]).loggers)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
-    require_mlflow_server("")
-    require_packages(loggers)
 
 
 @pytest.mark.parametrize(

@@ -175,14 +175,6 @@ def test_steps_are_within_a_factor_of_two_of_recorded_ones(
 # Lengths
 
 
-def test_the_longest_of_a_batch_is_the_mean_over_drawn_batches() -> None:
-    lengths = assumed_lengths(1000, "of a test")
-    assert lengths.mean(None) == pytest.approx(30.5, abs=0.3)
-    assert lengths.mean(32) == pytest.approx(25.89, abs=0.5)  # measured on Wikipedia
-    drawn = np.random.default_rng(0).choice(lengths.cut(64), (4000, 16)).max(axis=1).mean()
-    assert lengths.expected_longest(16, 64) == pytest.approx(drawn, rel=0.01)
-
-
 def test_lengths_are_measured_if_the_corpus_can_be_read(
     recipe_with: Callable[..., Recipe], sentences: list[str]
 ) -> None:
