@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -15,10 +17,11 @@ import pytest
 
 from distcse.cluster import nodes
 from distcse.cluster.backend import RayBackend
+from distcse.cluster.heartbeat import CONCURRENCY
 from distcse.cluster.nodes import ResourceWatchdog
-from distcse.cluster.teacher_servers import RemoteTeacherClient, co_located_servers, served
+from distcse.cluster.teacher_servers import RemoteTeacherClient, TeacherServer, co_located_servers, served
 from distcse.devices.resources import Node, ResourceRequest
-from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError
+from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError, TeacherOutputError
 from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport
 from distcse.recipe import Recipe, with_values
 from distcse.runs.distillation.corpus import prepare_tables, read_corpus
@@ -161,6 +164,46 @@ def _check_repeatedly(watchdog: ResourceWatchdog) -> None:
     for _ in range(50):
         watchdog.check()
         time.sleep(0.02)
+
+
+class SlowTeacher:
+    """A teacher that takes 20 ms, and fails for row 7."""
+
+    def similarities(self, columns: np.ndarray, rows: slice) -> np.ndarray:
+        time.sleep(0.02)
+        if columns[0, 0] == 7:
+            raise TeacherOutputError("no row 7")
+        return columns[:, None].astype(np.float32)
+
+
+class CountedServer:
+    """A server actor's handle that counts the requests that have no answer yet."""
+
+    def __init__(self, server: Any) -> None:
+        self._server, self.similarities, self.changes = server, self, list[int]()
+
+    def remote(self, columns: np.ndarray, rows: slice) -> CountedServer:
+        self._answer = self._server.similarities.remote(columns, rows)
+        return self
+
+    def future(self) -> Any:
+        answer = self._answer.future()
+        self.changes.append(1)
+        answer.add_done_callback(lambda _: self.changes.append(-1))
+        return answer
+
+
+def test_requests_to_a_slow_server_wait_for_earlier_answers(cluster: None) -> None:
+    import ray
+
+    server = CountedServer(ray.remote(num_cpus=0, **CONCURRENCY)(TeacherServer).remote(SlowTeacher))
+    client = RemoteTeacherClient(server)
+    answers = [client.request(np.array([[row]]), slice(None)) for row in range(30)]
+    with pytest.raises(TeacherOutputError, match="no row 7"):  # Ray raises a subclass of RayTaskError and of the cause
+        answers.pop(7).result()
+    assert [answer.result().item() for answer in answers] == [row for row in range(30) if row != 7]
+    assert max(accumulate(server.changes)) == 2
+    ray.kill(server._server)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -26,6 +27,7 @@ from distcse.cluster.group_actors import open_group_store
 from distcse.cluster.health import check_cluster
 from distcse.cluster.nodes import DrainNotices, ResourceWatchdog
 from distcse.cluster.shared_storage import check_paths
+from distcse.cluster.teacher_servers import server_of
 from distcse.cluster.train_workers import result_unless_paused
 from distcse.devices.resources import Node, ResourceRequest
 from distcse.errors import DivergedError, RayConnectionError, StoppedEarlyError
@@ -340,3 +342,10 @@ def test_a_long_wait_is_reported_once() -> None:
         short.check("short")
         long.check("waiting for a node")
     assert events == [LogMessage("waiting for a node", warning=True)] and long.waited_s > 0
+
+
+def test_workers_share_a_pool_of_servers_evenly_and_trials_about_evenly() -> None:
+    pool = ["a", "b", "c"]
+    assert Counter(server_of(pool, "run", worker) for worker in range(6)) == {"a": 2, "b": 2, "c": 2}
+    trials = Counter(server_of(pool, f"f3b0c_{number:05d}", 0) for number in range(60))
+    assert min(trials.values()) >= 10
