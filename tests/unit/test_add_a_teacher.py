@@ -45,11 +45,10 @@ def hashed_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     delattr(kinds, name)
 
 
-@pytest.mark.parametrize("mode", ["table", "live"])
-def test_a_run_distils_from_the_new_kind(mode: str, recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
-    ranked = "{backbone: 'hashed-words:64', similarity: rank}"  # needs a table
-    teachers = TEACHER.replace("]", f", {ranked}]") if mode == "table" else TEACHER
-    recipe = recipe_with(teachers, f"teachers.mode={mode}", "training.max_steps=2", "evaluation.eval_steps=2")
+def test_a_run_distils_from_the_new_kind(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
+    ranked = "{backbone: 'hashed-words:64', similarity: rank}"
+    teachers = TEACHER.replace("]", f", {ranked}]")
+    recipe = recipe_with(teachers, "training.max_steps=2", "evaluation.eval_steps=2")
     events: list[Event] = []
     result = run(recipe, Reporter(events.append))
     losses = [event.losses for event in events if isinstance(event, StepReport)]
@@ -58,10 +57,9 @@ def test_a_run_distils_from_the_new_kind(mode: str, recipe_with: Callable[..., R
     assert not np.array_equal(Encoder.load(result.directory.model).encode(sentences[:4]), untrained)
     assert result.evaluation is not None
     assert ("hashed words", "hashed-words:512") in [(model.kind, model.source) for model in result.evaluation.models]
-    if mode == "table":
-        again: list[Event] = []
-        embed_corpus(recipe, LocalBackend(), Reporter(again.append))
-        assert rows_embedded(events)[:2] == [len(sentences)] * 2 and rows_embedded(again) == [0, 0]
+    again: list[Event] = []
+    embed_corpus(recipe, LocalBackend(), Reporter(again.append))
+    assert rows_embedded(events)[:2] == [len(sentences)] * 2 and rows_embedded(again) == [0, 0]
 
 
 def test_doctor_and_plan_know_the_new_kind(

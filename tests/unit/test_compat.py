@@ -8,14 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import enable_progress_bar
 
 import distcse
 from distcse.compat import (
+    create_optimizer_state,
     require_no_compiler,
     without_noise,
 )
@@ -171,3 +174,24 @@ def test_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", dict(deepspeed.ops.__compatible_ops__))
     require_no_compiler(deepspeed)
     assert deepspeed.ops.__compatible_ops__ == {}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizer_state_is_created_for_all_partitions(stage: int) -> None:
+    class Optimizer:
+        def __init__(self) -> None:
+            self.single_partition_of_fp32_groups = [torch.ones(2), torch.ones(3)]
+            self.fp32_partitioned_groups_flat = [torch.ones(4)]
+            self.optimizer: Any = type("Inner", (), {"state": {}})()
+            self.lazily_created = 0
+
+        def _lazy_init_hp_params_optimizer_state(self) -> None:
+            self.lazily_created += 1
+
+    def state_of(flat: Tensor) -> dict[str, Tensor]:
+        return {"exp_avg": torch.zeros_like(flat)}
+
+    optimizer = Optimizer()
+    create_optimizer_state(optimizer, stage, state_of)
+    sizes = [state["exp_avg"].numel() for state in optimizer.optimizer.state.values()]
+    assert (sizes, optimizer.lazily_created) == (([2, 3], 1) if stage < 3 else ([4], 0))

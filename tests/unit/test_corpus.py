@@ -259,12 +259,6 @@ def test_of_two_concurrent_preparations_the_first_result_is_used(
     assert texts_of(second) == texts_of(winners[0]) == LINES and not leftovers(tmp_path)
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, section: CorpusSection) -> None:
-    (tmp_path / "cache").write_text("a file, not a folder")
-    with fails_with(CorpusCacheError, str(tmp_path / "cache"), "storage.cache"):
-        Corpus.prepare(section, open_store(tmp_path / "cache"))
-
-
 def test_progress_counts_sentences(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x\n\n" * 20_000)
     seen: list[int] = []

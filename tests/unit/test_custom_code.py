@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from distcse import cli
 from distcse.errors import CustomClassError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress, StepReport
-from distcse.losses import build_objective, gather_views
-from distcse.losses.views import TeacherOutputs
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.preflight import embed_corpus
@@ -78,20 +75,6 @@ def test_kwargs_change_the_fingerprint_of_a_teacher_and_a_plan_names_it(
     assert fingerprints[0] == fingerprints[1] != fingerprints[2] and kind_of(teacher).has_vectors
     assert cli.main(["plan", str(tmp_path / "page.yaml")]) == 0
     assert "trigrams" in capsys.readouterr().out  # a plan cannot estimate it
-
-
-def test_the_losses_of_two_workers_add_up_to_that_of_one(modules: Path, recipe_with: Callable[..., Recipe]) -> None:
-    objective = build_objective(recipe_with(TERM % ("my_terms:Correlation", "{power: 2.0}")).objective)
-    torch.manual_seed(0)
-    z1, z2, lists = torch.randn(8, 4), torch.randn(8, 4), torch.rand(8, 8)
-    views = gather_views(z1, z2)
-    total, terms = objective(views, TeacherOutputs(lists))
-    halves = []
-    for offset in (0, 4):
-        part = slice(offset, offset + 4)
-        worker_views = type(views)(z1[part], z2[part], z1, z2, offset)
-        halves.append(objective(worker_views, TeacherOutputs(lists[part]))[0])
-    assert torch.allclose(total, halves[0] + halves[1]) and float(terms["mine"]) > 0
 
 
 ODD = """

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -24,14 +25,17 @@ from distcse.errors import (
 )
 from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.models import Encoder
+from distcse.models.student import WeightInterpolation
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory, recorded
-from distcse.runs.distillation.distillation_task import TrainSpec
+from distcse.runs.distillation.distillation_task import BatchLoader, DevMetric, TrainSpec
 from distcse.runs.distillation.final_evaluation import labelled_tasks, selected_suites
 from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.storage import open_store
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import open_table_teacher
 from distcse.training.checkpoint_files import (
     load_model_state,
     load_trainer_state,
@@ -286,3 +290,57 @@ def test_simcse_needs_neither_teachers_nor_labels(
     assert (result.directory.model / "model.safetensors").exists()  # of the last checkpoint
     with fails_with(InvalidValueError, "patience"):
         make_recipe(tmp_path, tiny("bert"), [], sentences, *overrides, "evaluation.patience=2")
+
+
+def test_a_tied_weight_is_interpolated_under_both_names(tiny: Callable[..., Path]) -> None:
+    """T5's embeddings are tied: the saved model must equal the evaluated one."""
+    encoder = Encoder.load(tiny("t5"), pooling="mean", max_length=16)
+    interpolation = WeightInterpolation(encoder, 0.5)
+    with torch.no_grad():
+        for weight in encoder.parameters():
+            weight.add_(1)
+    with interpolation.applied_to(encoder):
+        evaluated = encoder.encode(["A man."])
+    encoder.load_state_dict(interpolation.interpolate(encoder.state_dict()))
+    np.testing.assert_allclose(encoder.encode(["A man."]), evaluated, atol=1e-6)
+
+
+MIXED = ("student.init_weight_mix=0.25", "training.max_steps=8", "evaluation.final_suites=[]")
+
+
+def test_the_saved_and_scored_student_is_interpolated_and_the_trained_weights_are_not(
+    recipe_with: MakeRecipe, undisturbed: Callable[..., Weights]
+) -> None:
+    mixed = run(recipe_with(*MIXED), Reporter())
+    assert_equal_weights(undisturbed(*MIXED[1:]), weights_of(mixed.directory.path))
+    best = CheckpointStore(open_store(mixed.directory.path)).best()
+    assert best is not None
+    trained, initial = load_weights(best), Encoder.from_section(mixed.recipe.student).state_dict()
+    saved = Encoder.load(mixed.directory.model)
+    for name, weight in saved.named_parameters():
+        torch.testing.assert_close(weight.detach(), 0.75 * trained[f"encoder.{name}"] + 0.25 * initial[name])
+    spec, tables = make_spec(mixed.recipe, mixed.directory)
+    loader, teachers = BatchLoader(spec, rank=0, workers=1), zip(mixed.recipe.teachers.encoders, tables, strict=True)
+    clients = [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers]
+    dev = DevMetric.of(mixed.recipe, loader.corpus, loader.held_out, clients)
+    score = mixed.train_result.state.best
+    assert dev is not None and score is not None
+    assert dev.score(saved) == pytest.approx(score[1], abs=1e-9)
+
+
+def test_the_weights_are_restored_after_an_evaluation(tiny: Callable[..., Path]) -> None:
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    interpolation = WeightInterpolation(encoder, 0.3)
+    with torch.no_grad():
+        for weight in encoder.parameters():
+            weight.add_(torch.randn_like(weight))
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    with pytest.raises(KeyboardInterrupt), interpolation.applied_to(encoder):
+        assert any(not torch.equal(before[name], tensor) for name, tensor in encoder.state_dict().items())
+        raise KeyboardInterrupt
+    assert_equal_weights(before, encoder.state_dict())
+
+
+def test_sharded_weights_cannot_be_interpolated(recipe_with: MakeRecipe) -> None:
+    with fails_with(InvalidValueError, "init_weight_mix", "training.zero_stage: 2"):
+        recipe_with(*MIXED, "training.engine=deepspeed", "training.zero_stage=3")
