@@ -140,7 +140,7 @@ class ClockedBackend(RayBackend):
 
     @contextmanager
     def open_groups(
-        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources | None
     ) -> Iterator[list[Group]]:
         turn = threading.Lock()
         with super().open_groups(contexts, reporters, resources) as groups:

@@ -124,11 +124,11 @@ class RayBackend(Backend):
 
     @contextmanager
     def open_groups(
-        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources | None
     ) -> Iterator[list[Group]]:
-        """Start the groups of a mutual distillation; see `GroupBackend`."""
         from distcse.cluster.ray_group import groups_of_own_workers, groups_of_shared_workers
 
+        assert resources is not None
         is_shared = resources.shared_workers is not None
         open_each = groups_of_shared_workers if is_shared else groups_of_own_workers
         with open_each(contexts, reporters, resources) as groups:

@@ -46,8 +46,6 @@ class Cycles:
     spans: Sequence[Span]
     dropped: Mapping[str, str]
     """Reason for each dropped group."""
-    best_starts: Sequence[str] = ()
-    """Groups whose best bi-encoder is their start."""
 
     @property
     def number(self) -> int:
@@ -66,9 +64,7 @@ class Cycles:
         return list(dict.fromkeys(pair for row in self.agreement.values() for pair in row))
 
 
-def read_cycles(
-    run: Path, groups: Sequence[str], events: Sequence[Mapping[str, Any]], best_of: str = "cycles"
-) -> Cycles:
+def read_cycles(run: Path, groups: Sequence[str], events: Sequence[Mapping[str, Any]]) -> Cycles:
     """Read the history from a run's phase store and its events."""
     store = PhaseStore(open_store(run))
     dev: dict[str, dict[int, float]] = {f"{group} bi": {0: score} for group, score in store.starts.items()}
@@ -84,17 +80,7 @@ def read_cycles(
             agreement[phase.name] = compared
         number += 1
     ordered = {name: dev[name] for group in groups for name in (f"{group} bi", f"{group} cross") if name in dev}
-    best_starts = [
-        group
-        for group in groups
-        if best_of == "start_and_cycles" and group not in store.dropped and _is_start_best(dev.get(f"{group} bi", {}))
-    ]
-    return Cycles(list(groups), ordered, agreement, _spans(events), store.dropped, best_starts)
-
-
-def _is_start_best(scores: Mapping[int, float]) -> bool:
-    """Return whether no cycle has a higher dev score than the start; false before the first cycle has ended."""
-    return len(scores) > 1 and max(scores.values()) == scores[0]
+    return Cycles(list(groups), ordered, agreement, _spans(events), store.dropped)
 
 
 def _ranks(scores: Scores) -> NDArray[np.float64]:
@@ -216,7 +202,7 @@ def read_run(path: Path) -> History:
             **record["data"],
         },
         seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
-        cycles=read_cycles(path, groups, events, document["mutual"].get("best_of", "cycles")) if groups else None,
+        cycles=read_cycles(path, groups, events) if groups else None,
     )
 
 

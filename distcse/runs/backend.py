@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distcse.devices import host
 from distcse.devices.cluster import Cluster
@@ -27,6 +29,11 @@ from distcse.teachers.reuse import Reuse
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 from distcse.training.trainer import TrainResult
+
+if TYPE_CHECKING:  # students' workers need no groups
+    from distcse.runs.mutual.group import Group
+    from distcse.runs.mutual.phase_store import GroupContext
+    from distcse.runs.mutual.processes import GroupResources
 
 T = TypeVar("T")
 
@@ -94,6 +101,21 @@ class Backend(ABC):
             tables: One per teacher; None for a teacher that computes its similarities live.
             reporter: Receives the training's events.
         """
+
+    def open_groups(
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources | None
+    ) -> AbstractContextManager[list[Group]]:
+        """Start the groups of a mutual distillation, and close them at the end of the block. Default: in this process.
+
+        Args:
+            contexts: The groups' parts of the run.
+            reporters: Receive the groups' events.
+            resources: What the groups' workers reserve; None without a cluster.
+        """
+        from distcse.runs.mutual.group import LocalGroup
+
+        turn = threading.Lock()
+        return nullcontext([LocalGroup(*each, turn) for each in zip(contexts, reporters, strict=True)])
 
     @abstractmethod
     def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:

@@ -330,7 +330,7 @@ class Best:
     group: str
     kind: Kind
     phase: Phase
-    """The phase that trained the model; phase 0 for a bi-encoder that is the group's start (`mutual.best_of`)."""
+    """The phase that trained the model."""
     dev: float | None
     """Its dev score; None without dev pairs."""
     model: Path
@@ -340,11 +340,6 @@ class Best:
     def name(self) -> str:
         """Its name in tables, such as `bert cross`."""
         return f"{self.group} {self.kind}"
-
-    @property
-    def is_start(self) -> bool:
-        """Whether it is the group's initial bi-encoder, unchanged."""
-        return not self.phase.number
 
 
 @dataclass(frozen=True)
@@ -374,15 +369,14 @@ class MutualResult(Result):
         summary = []
         for model in best:
             dev = "" if model.dev is None else f"  dev {model.dev:.2f}"
-            cycle = "its start: no cycle is better" if model.is_start else f"cycle {model.phase.cycle}"
-            summary.append(f"{model.group} {model.kind:<5}  {to_uri(model.model)}  ({cycle}{dev})")
+            summary.append(f"{model.group} {model.kind:<5}  {to_uri(model.model)}  (cycle {model.phase.cycle}{dev})")
         return cls(
             recipe,
             directory,
             interrupted,
             evaluation,
             models={model.name: model.model for model in best},
-            unchanged=[model.name for model in best if model.is_start],
+            unchanged=[],
             reference=ReferenceModel("start", recipe.groups[0]),
             summary=[*summary, *(f"dropped  {group}: {why}" for group, why in dropped.items())],
             cards=[_group_card(recipe, model, dropped, pairs) for model in best],
@@ -406,7 +400,7 @@ def _group_card(recipe: MutualRecipe, best: Best, dropped: Mapping[str, str], pa
             start,
             "text-ranking" if is_cross else "sentence-similarity",
             ["cross-encoder"] if is_cross else ["sentence-similarity", "feature-extraction"],
-            0 if best.is_start else pairs,
+            pairs,
         ),
         title=f"{recipe.name}: {best.group}, {kind}",
         evaluated_as=best.name,
@@ -416,7 +410,7 @@ def _group_card(recipe: MutualRecipe, best: Best, dropped: Mapping[str, str], pa
                 f"Group {name} was dropped during training ({why}); later labels do not include it."
                 for name, why in dropped.items()
             ),
-            "" if best.is_start or task is None else transductive,
+            "" if task is None else transductive,
             _usage(_USE_CROSS if is_cross else _USE),
         ],
         closing=[
@@ -429,11 +423,6 @@ def _group_card(recipe: MutualRecipe, best: Best, dropped: Mapping[str, str], pa
 def _cycles_of(recipe: MutualRecipe, best: Best, dropped: Mapping[str, str], pairs: int, kind: str, start: str) -> str:
     names = [group.name for group in recipe.groups if group.name != best.group and group.name not in dropped]
     others = f", together with {', '.join(names)}, with the groups' combined scores as labels" if names else ""
-    if best.is_start:
-        return (
-            f"A {kind}: `{shown_name(start)}`, unchanged. No cycle of the run, Trans-Encoder's distillation on "
-            f"{pairs:,} unlabelled sentence pairs{others}, has a higher dev score than its {best.dev:.2f}."
-        )
     dev = "" if best.dev is None else f" Its dev score there was {best.dev:.2f}."
     return (
         f"A {kind}, initialized from `{shown_name(start)}` and trained on {pairs:,} unlabelled sentence pairs with "

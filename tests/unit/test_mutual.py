@@ -401,7 +401,7 @@ def weak(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Mut
 
 def test_a_group_that_makes_the_first_labels_worse_is_named(weak: MutualRecipe, one_group: Finished) -> None:
     events: list[Event] = []
-    (warning,) = score_starts(weak, weak.groups, LocalBackend(), Reporter(events.append)).warnings
+    _, (warning,) = score_starts(weak, weak.groups, LocalBackend(), Reporter(events.append))
     (scores,) = start_notes(events)
     assert scores["good"] == pytest.approx(100, abs=0.1) and scores["weak"] < scores["labels"] < scores["good"]
     assert warning.code == "DCSE-W08" and "group weak" in warning.problem and "groups.1.weight" in warning.fix

@@ -19,11 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from distcse.checks import require
 from distcse.errors import InvalidValueError, RunRecordError, RunTakenOverError, StoppedEarlyError
+from distcse.events import GroupActivity, GroupEvent
 from distcse.recipe import MutualRecipe
+from distcse.report.history import read_cycles
 from distcse.runs.lease import Lease
 from distcse.runs.mutual import label_exchange
+from distcse.runs.mutual.experiment import CycleScores
 from distcse.runs.mutual.label_exchange import LabelExchange, combine, to_band
-from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, StoredScores
+from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, StoredScores, best_phase, dev_scores
 from distcse.runs.mutual.preflight import recipe_questions
 from distcse.storage import open_store, sha256
 from tests.disks import before_change
@@ -36,8 +39,8 @@ LAST = 6
 """The last phase of three cycles."""
 STARTS = {"a": 80.0, "b": 60.0, "c": -10.0}
 SETTINGS = [
-    ["patience=1"],
-    ["patience=1", "best_of=start_and_cycles", "standardize=true"],
+    [],
+    ["standardize=true"],
     ["standardize=true", "learn_from=both"],
     ["standardize=true", "learn_from=both", "weigh_by=group_and_dev"],
 ]
@@ -89,7 +92,6 @@ class DisturbedRun(RuleBasedStateMachine):
         self.posted: dict[int, dict[str, float]] = {number: {} for number in range(LAST + 1)}
         """Dev scores of the groups by phase."""
         self.members, self.labels = list(WEIGHTS), dict[int, np.ndarray]()
-        self.stopped_after: int | None = None
         self.resume()
         self.store.record_starts(STARTS)
 
@@ -103,8 +105,6 @@ class DisturbedRun(RuleBasedStateMachine):
     def post(self, group: str, dev: float, killed_at: int) -> None:
         number = next((number for number in self.posted if group not in self.posted[number]), None)
         if group not in self.members or number is None or number - 1 not in {-1, *self.labels}:
-            return
-        if self.stopped_after is not None and number > self.stopped_after:
             return
         trained = PhaseResult(1, dev, 1) if number else None
         self.killed_before(
@@ -153,7 +153,7 @@ class DisturbedRun(RuleBasedStateMachine):
 
     @invariant()
     def labels_are_those_of_an_undisturbed_run(self) -> None:
-        for number in range((LAST if self.stopped_after is None else self.stopped_after) + 1):
+        for number in range(LAST + 1):
             expected, found = self.labels.get(number), self.store.labels(Phase(number))
             assert (found is None) == (expected is None)
             following = Phase(number + 1)
@@ -164,18 +164,13 @@ class DisturbedRun(RuleBasedStateMachine):
                 continue
             np.testing.assert_allclose(found, expected, atol=1e-6)
             for group in self.members:
-                stored = self.exchange.labels(group, following)
-                assert (stored is None) == (number == self.stopped_after)
-                if stored is None:
-                    continue
-                labels, start = stored.read(), scores_of(group, 0)
+                labels, start = self.exchange.labels(group, following).read(), scores_of(group, 0)
                 is_moved = group == "b" and following.kind == "bi" and self.disturbed.groups[1].label_band == "own"
                 if is_moved:
                     assert (labels.mean(), labels.std()) == pytest.approx((start.mean(), start.std()), abs=1e-5)
                     assert np.corrcoef(labels, found)[0, 1] == pytest.approx(1, abs=1e-5)
                 else:
                     np.testing.assert_array_equal(labels, found)
-        assert self.store.stopped_after == (None if self.stopped_after is None else Phase(self.stopped_after))
 
     def killed_before(self, change: int, work: Callable[[], object]) -> None:
         """Do some work, and resume; with a number, end before that write of the work."""
@@ -198,18 +193,6 @@ class DisturbedRun(RuleBasedStateMachine):
             weights = [WEIGHTS[name] * self.by_dev(self.posted[each][name]) for each, name in taken]
             scores = [scores_of(name, each) for each, name in taken]
             self.labels[number] = mean_of(scores, weights, self.mutual.standardize)
-            if self.mutual.patience and number in (4, 6) and not self.has_improved_in(number):
-                self.stopped_after = number
-
-    def has_improved_in(self, bi: int) -> bool:
-        """Return whether a cross-encoder or bi-encoder of the cycle that ends with this phase is a group's best one."""
-        has_start = self.mutual.best_of == "start_and_cycles"
-        older = {bi - 1: range(1, bi - 1, 2), bi: range(0 if has_start else 2, bi, 2)}
-        return any(
-            self.posted[number][name] > max(self.posted[each][name] for each in before)
-            for name in self.members
-            for number, before in older.items()
-        )
 
     def by_dev(self, dev: float) -> float:
         if self.mutual.weigh_by == "group":
@@ -221,7 +204,7 @@ class DisturbedRun(RuleBasedStateMachine):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("overrides", SETTINGS, ids=" ".join)
+@pytest.mark.parametrize("overrides", SETTINGS, ids=lambda overrides: " ".join(overrides) or "the paper's")
 def test_a_disturbed_run_makes_the_labels_of_an_undisturbed_one(
     three: MakeRecipe, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,3 +278,25 @@ def test_labels_are_one_mapped_file_for_all_groups(tmp_path: Path) -> None:
     (tmp_path / "labels" / stored.name).unlink()
     with fails_with(RunRecordError, stored.name):
         stored.read()
+
+
+def test_trials_and_reports_have_the_scores_of_the_best_cycle(three: MakeRecipe, tmp_path: Path) -> None:
+    """The starts are reported next to it, also where they are better."""
+    recipe = three("mutual.cycles=3")
+    store = PhaseStore(open_store(tmp_path, Lease.acquire(open_store(tmp_path))))
+    store.record_starts({"a": 90.0, "b": 70.0, "c": 60.0})
+    exchange = LabelExchange(recipe, store, threading.Event())
+    scored = CycleScores(recipe, open_store(tmp_path))
+    found: list[float] = []
+    for phase in map(Phase, range(LAST + 1)):
+        dev = {0: None, 2: 52.0, 4: 54.0, 6: 50.0}.get(phase.number, 60.0)
+        for group in WEIGHTS:
+            trained = PhaseResult(1, dev, 1) if phase.number else None
+            exchange.post(group, phase, scores_of(group, phase.number), trained)
+        found += [each.score for each in scored.of(GroupEvent("a", GroupActivity(phase.name, "waiting")))]
+    assert found == [52.0, 54.0, 54.0]
+    assert best_phase(dev_scores(store, "a", "bi", Phase(LAST))) == Phase(4)
+    assert best_phase(dev_scores(store, "a", "cross", Phase(LAST))) == Phase(1)  # the earliest of equal ones
+    cycles = read_cycles(tmp_path, [*WEIGHTS], [])
+    assert cycles.dev["a bi"] == {0: 90.0, 1: 52.0, 2: 54.0, 3: 50.0}
+    assert [*cycles.columns.values()] == ["start", "cycle 1", "cycle 2", "cycle 3"]

@@ -25,7 +25,7 @@ from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.pairs import load_pairs
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseResult, PhaseStore
 from distcse.runs.mutual.phase_trainer import PairScorer
-from distcse.storage import open_store
+from distcse.storage import dump_checked_json, load_checked_json, open_store
 from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.pairs import assert_same_labels, make_mutual_recipe
@@ -283,3 +283,28 @@ def test_a_run_that_stops_while_it_waits_for_nodes_decides_what_an_undisturbed_o
     undisturbed = decided("prepare_tokens")
     assert undisturbed[0] == [1, 1] and len(undisturbed[1]) == 2
     assert decided("waited_for_nodes", "prepare_tokens") == undisturbed
+
+
+def test_a_resumed_run_scores_the_starts_again_that_its_labels_are_weighed_by(
+    both: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One was lost, as if the driver had been killed before it was recorded."""
+
+    def stop(*arguments: object) -> None:
+        raise StoppedEarlyError("asked to stop")
+
+    monkeypatch.setattr("distcse.runs.mutual.experiment.prepare_tokens", stop)
+    recipe = both("mutual.standardize=true", "mutual.weigh_by=group_and_dev")
+    with pytest.raises(StoppedEarlyError):
+        run_mutual(recipe, Reporter())
+    folder = max(Path(recipe.storage.runs).iterdir(), key=lambda run: run.stat().st_mtime_ns)
+    state = load_checked_json(folder / "phases.json")
+    starts = dict(state["starts"])
+    assert set(starts) == {"bert", "roberta"}
+    del state["starts"]["bert"]
+    (folder / "phases.json").write_text(dump_checked_json(state))
+    directory, reopened = RunDirectory.reopen(folder, [])
+    assert isinstance(reopened, MutualRecipe)
+    with pytest.raises(StoppedEarlyError):
+        run_mutual(reopened, Reporter(), directory)
+    assert PhaseStore(open_store(folder)).starts == starts

@@ -104,10 +104,6 @@ class MutualSection(Section):
     precision: Precision = "auto"
     """Precision of scoring pairs; bf16 changes a score by up to 1e-2. `auto` is bf16 where all groups' devices have fast bf16
     units, else fp32."""
-    best_of: Literal["cycles", "start_and_cycles"] = "cycles"
-    """Bi-encoders among which the dev score selects a group's best: those of its cycles, as in the paper, or also its start."""
-    patience: Annotated[int, Field(ge=1)] | None = None
-    """Cycles without a new best dev score of any group after which the run stops; null runs all."""
     on_failure: Literal["stop", "drop"] = "stop"
     """When a group diverges, has too little memory or loses its workers too often, `stop` ends the run, and `drop` continues
     without the group and reports it."""
@@ -355,19 +351,12 @@ class MutualRecipe(BaseRecipe):
             )
         if self.mutual.weigh_by == "group_and_dev":
             self._check_dev_weights()
-        if self.mutual.best_of == "start_and_cycles" and self.evaluation.dev == "none":
-            raise ValueError(
-                "mutual.best_of is start_and_cycles, which compares dev scores, but evaluation.dev is none; name a dev set, or "
-                "write mutual.best_of: cycles"
-            )
         if self.mutual.shared_workers is not None:
             self._check_shared_workers()
         check_gpu_keys(
             self.resources.gpu,
             {f"groups.{number}.gpus_per_worker": group.gpus_per_worker for number, group in enumerate(self.groups)},
         )
-        if self.evaluation.dev == "none" and self.mutual.patience is not None:
-            raise ValueError("mutual.patience needs a dev score; write evaluation.dev, or mutual.patience: null")
         return self
 
     def _check_dev_weights(self) -> None:

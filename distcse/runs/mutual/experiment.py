@@ -36,7 +36,7 @@ from distcse.runs.experiment import (
 )
 from distcse.runs.final_evaluation import FinalScores
 from distcse.runs.mutual.final_evaluation import contamination_of, final_scores, labelled_tasks
-from distcse.runs.mutual.group import Group, open_groups
+from distcse.runs.mutual.group import Group
 from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.pairs import (
     data_fingerprints,
@@ -128,9 +128,9 @@ class MutualDistillation(Experiment[MutualRecipe]):
             if recipe != self.recipe:
                 directory.decide(recipe)
             if not is_recorded or _lacks_starts(recipe, groups, store):
-                starts = score_starts(recipe, groups, backend, reporter)
-                store.record_starts(starts.dev)
-                report_warnings(starts.warnings, reporter)
+                starts, warnings = score_starts(recipe, groups, backend, reporter)
+                store.record_starts(starts)
+                report_warnings(warnings, reporter)
             if not is_recorded:
                 (directory.store / "pairs").delete_folder()
             pairs = load_pairs(recipe, directory.store, backend, reporter)
@@ -149,7 +149,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
                 with joined_for_groups(recipe, groups, backend.cluster, directory.path) as resources:
                     reporter = backend.metered(reporter, directory.path.name)
                     reporters = [reporter.of_group(group.name) for group in groups]
-                    with open_groups(backend, contexts, reporters, resources) as opened:
+                    with backend.open_groups(contexts, reporters, resources) as opened:
                         exchange = LabelExchange(recipe, store, ending, caller.stop_requested)
                         interrupted = run_groups(recipe, opened, store, exchange, reporter)
                 best = [] if interrupted else save_best(recipe, contexts, store)
@@ -171,9 +171,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
 
 
 def _lacks_starts(recipe: MutualRecipe, groups: Sequence[GroupSection], store: PhaseStore) -> bool:
-    """Return whether the selection of the best models, or the labels, need dev scores of starts that are not recorded."""
-    needed = recipe.mutual.best_of == "start_and_cycles" or recipe.mutual.weigh_by == "group_and_dev"
-    return needed and any(group.name not in store.starts for group in groups)
+    """Return whether the labels need dev scores of starts that are not recorded."""
+    return recipe.mutual.weigh_by == "group_and_dev" and any(group.name not in store.starts for group in groups)
 
 
 def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter) -> None:
@@ -254,8 +253,6 @@ def _run_phases(
         group.acquire(phase, partial(exchange.has_labels, phase))
         if number:
             labels = exchange.labels(group.name, phase)
-            if labels is None:
-                break
             reporter.emit(GroupActivity(phase.name, "training", phase_index=number))
             trained = group.train(phase, labels)
             if trained is None:
@@ -275,16 +272,13 @@ def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseSt
         if group.name in store.dropped:
             continue
         for kind in KINDS:
-            scores = dev_scores(recipe, store, group.name, kind)
+            scores = dev_scores(store, group.name, kind, last_phase(recipe.mutual.cycles))
             best = best_phase(scores)
             copy = context.run / "models" / group.name / kind
+            source = context.folder(best) / "model"
+            source.fetch_folder()
             with copy.write_folder() as temporary:
-                if best.number:
-                    source = context.folder(best) / "model"
-                    source.fetch_folder()
-                    shutil.copytree(source.path, temporary, dirs_exist_ok=True)
-                else:
-                    Encoder.from_section(group).eval().save(temporary)
+                shutil.copytree(source.path, temporary, dirs_exist_ok=True)
             copy.publish()
             results.append(Best(group.name, kind, best, scores[best], copy.path))
     return results
@@ -350,7 +344,7 @@ class CycleScores:
     """Dev scores of a trial, one per cycle: the mean over groups of each group's best bi-encoder so far."""
 
     def __init__(self, recipe: MutualRecipe, run: ArtifactStore) -> None:
-        self._recipe = recipe
+        self._cycles = recipe.mutual.cycles
         self._groups = [group.name for group in recipe.groups]
         self._run = run
         self._scored = 0
@@ -361,12 +355,11 @@ class CycleScores:
             return
         store = PhaseStore(self._run)
         names = [name for name in self._groups if name not in store.dropped]
-        cycles = self._recipe.mutual.cycles
-        while self._scored < cycles and names:
+        while self._scored < self._cycles and names:
             phase = Phase(2 * (self._scored + 1))
             if not all(name in store.posted(phase) for name in names):
                 return
             self._scored += 1
-            scores = [dev_scores(self._recipe, store, name, "bi", phase) for name in names]
+            scores = [dev_scores(store, name, "bi", phase) for name in names]
             mean = sum(each[best_phase(each)] or 0.0 for each in scores) / len(scores)
-            yield TrialScore(self._scored, 100 * self._scored / cycles, mean)
+            yield TrialScore(self._scored, 100 * self._scored / self._cycles, mean)

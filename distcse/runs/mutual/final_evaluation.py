@@ -124,9 +124,7 @@ def final_scores(
         for kind, starts in _starts(recipe, group).items()
     }
     for model in best:
-        start = groups[model.group].backbone
-        found = Contamination.of_model(start) if model.is_start else seen[model.group, model.kind]
-        found.write(open_store(model.model, run.store.guard))
+        seen[model.group, model.kind].write(open_store(model.model, run.store.guard))
     if not tasks.tasks:
         return FinalScores(None)
     if number := len(contamination.overlap):
@@ -139,7 +137,7 @@ def final_scores(
     rows = [_Row("start ensemble", [_Scored(_start_name(name), group, "bi") for name, group in groups.items()])]
     for kind in KINDS:
         models = [
-            _Scored(model.name, groups[model.group], kind, open_store(model.model), is_start=model.is_start)
+            _Scored(model.name, groups[model.group], kind, open_store(model.model))
             for model in best
             if model.kind == kind
         ]
@@ -175,8 +173,6 @@ class _Scored:
     kind: Kind
     model: ArtifactStore | None = None
     """Folder of a trained model; None for the group's initial bi-encoder."""
-    is_start: bool = False
-    """Whether the folder has the group's start, which has not seen the pairs."""
 
     @property
     def source(self) -> str:
@@ -214,7 +210,7 @@ def _measure(
     else:
         scored.model.fetch_folder()
         encoder = load_trained(group, scored.kind, scored.model.path)
-        contamination = Contamination.read(scored.model.path) if scored.is_start else seen[group.name, scored.kind]
+        contamination = seen[group.name, scored.kind]
     if scored.model is None:  # as large and as fast as the best trained model
         tasks = replace(tasks, timed_texts=[])
     on_device, progress = encoder.to(default_device()), reporting(reporter, scored.name)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 from distcse.devices import host
 from distcse.errors import DistcseError, OutOfMemoryError, RunRecordError, StoppedEarlyError, WorkFailedError, last_line
 from distcse.events import Reporter
-from distcse.runs.backend import Backend
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseResult, Scores, StoredScores
 from distcse.runs.mutual.phase_trainer import PairScorer, PhaseTrainer, ScoringProgress
-from distcse.runs.mutual.processes import GroupResources
 
 T = TypeVar("T")
 
@@ -43,17 +41,6 @@ class Group(ABC):
 
     def close(self) -> None:  # noqa: B027  (optional)
         """Release all of the group's resources. May be called again."""
-
-
-@runtime_checkable
-class GroupBackend(Protocol):
-    """A backend with workers for groups."""
-
-    def open_groups(
-        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
-    ) -> AbstractContextManager[list[Group]]:
-        """Start the groups of a mutual distillation, and close them at the end of the block."""
-        ...
 
 
 class LocalGroup(Group):
@@ -108,17 +95,6 @@ class LocalGroup(Group):
                 raise WorkFailedError(
                     f"group {self.name} failed in {phase.name}: {type(failed).__name__}: {last_line(failed)}"
                 ) from failed
-
-
-def open_groups(
-    backend: Backend, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources | None
-) -> AbstractContextManager[list[Group]]:
-    """Start the groups on a backend that has workers for them, or else in this process; see `GroupBackend.open_groups`."""
-    if isinstance(backend, GroupBackend):
-        assert resources is not None
-        return backend.open_groups(contexts, reporters, resources)
-    turn = threading.Lock()
-    return nullcontext([LocalGroup(*each, turn) for each in zip(contexts, reporters, strict=True)])
 
 
 class StepPasses:

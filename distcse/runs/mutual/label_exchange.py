@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import StoppedEarlyError
-from distcse.recipe import KINDS, GroupSection, MutualRecipe, MutualSection
-from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, Scores, StoredScores, best_phase, dev_scores
+from distcse.recipe import GroupSection, MutualRecipe, MutualSection
+from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, Scores, StoredScores
 
 _POLL_S = 0.5
 """Seconds between checks for a stop request while a group waits."""
@@ -20,7 +20,7 @@ class LabelExchange:
     """Combines the groups' scores into labels. Thread-safe: each group runs in a thread.
 
     Args:
-        recipe: How to combine scores, and when to stop early.
+        recipe: How to combine scores.
         store: The store of the run's scores and labels.
         ending: Set when the run ends for any reason. Groups that are training see it and stop with a checkpoint.
         stop_requested: Returns whether the run was asked to stop; polled while a group waits.
@@ -56,10 +56,10 @@ class LabelExchange:
     def has_labels(self, phase: Phase) -> bool:
         """Return whether groups can begin a phase: `labels` would return at once, or it is phase 0."""
         with self._changed:
-            return not phase.number or self._stops_before(phase) or self._common_labels(phase) is not None
+            return not phase.number or self._common_labels(phase) is not None
 
-    def labels(self, group: str, phase: Phase) -> StoredScores | None:
-        """Wait for the labels on which a group trains a phase; None if the run stops early before it.
+    def labels(self, group: str, phase: Phase) -> StoredScores:
+        """Wait for the labels on which a group trains a phase.
 
         Raises:
             StoppedEarlyError: The run was asked to stop, or another group failed.
@@ -69,8 +69,6 @@ class LabelExchange:
                 # Polled: a signal handler sets the stop flag without notifying the condition.
                 if self._ending.is_set() or self._stop_requested():
                     raise StoppedEarlyError(f"stopped while {group} waited for labels")
-                if self._stops_before(phase):
-                    return None
                 if (common := self._common_labels(phase)) is not None:
                     return self._of_group(group, phase, common)
                 self._changed.wait(_POLL_S)
@@ -106,14 +104,7 @@ class LabelExchange:
         members, posted = self._members(), self._store.posted(phase)
         if self._store.stored_labels(phase) is not None or not members or any(name not in posted for name in members):
             return
-        labels = self._combine(members, phase)
-        if phase.ends_cycle and self._should_stop(phase, members):
-            self._store.stop_after(phase)
-        self._store.store_labels(phase, labels)
-
-    def _stops_before(self, phase: Phase) -> bool:
-        stopped = self._store.stopped_after
-        return stopped is not None and stopped < phase
+        self._store.store_labels(phase, self._combine(members, phase))
 
     def _common_labels(self, phase: Phase) -> StoredScores | None:
         """Return the labels of the phase before one, which all groups share; None if not all have posted."""
@@ -145,15 +136,6 @@ class LabelExchange:
 
     def _group(self, name: str) -> GroupSection:
         return next(group for group in self._recipe.groups if group.name == name)
-
-    def _should_stop(self, phase: Phase, members: Sequence[str]) -> bool:
-        """Return whether no formulation of any group had a new best dev score in the last `patience` cycles."""
-        patience = self._recipe.mutual.patience
-        if patience is None or phase.cycle <= patience:
-            return False
-        recent = phase.number - 2 * patience
-        scores = [dev_scores(self._recipe, self._store, name, kind, phase) for name in members for kind in KINDS]
-        return all(best_phase(each).number <= recent for each in scores)
 
 
 PAIRS_PER_PART = 200_000

@@ -52,11 +52,6 @@ class Phase:
         """Name in folders and messages, such as `cycle-1-cross`."""
         return f"cycle-{self.cycle}-{self.kind}" if self.number else "start"
 
-    @property
-    def ends_cycle(self) -> bool:
-        """Whether the phase is the last of its cycle."""
-        return self.number > 0 and self.kind == "bi"
-
 
 def last_phase(cycles: int) -> Phase:
     """Return the last phase of a run of `cycles` cycles."""
@@ -205,7 +200,7 @@ class PhaseStore:
             self._labels.path.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._state: dict[str, Any] = {"posted": {}, "labels": {}, "own_labels": {}}
-        self._state |= {"starts": {}, "dropped": {}, "stopped_after": None}
+        self._state |= {"starts": {}, "dropped": {}}
         try:
             self._state |= self._store.read_json(_STATE) or {}
         except (OSError, ValueError) as broken:
@@ -215,12 +210,6 @@ class PhaseStore:
     def dropped(self) -> Mapping[str, str]:
         """Groups without which the run continues, with the reason."""
         return dict(self._state["dropped"])
-
-    @property
-    def stopped_after(self) -> Phase | None:
-        """The phase after which the cycles stop early, because no group had improved; None if they don't."""
-        number = self._state["stopped_after"]
-        return None if number is None else Phase(number)
 
     @property
     def starts(self) -> Mapping[str, float]:
@@ -285,12 +274,6 @@ class PhaseStore:
             self._state["dropped"][group] = why
             self._write()
 
-    def stop_after(self, phase: Phase) -> None:
-        """Record that the run ends with this phase's cycle."""
-        with self._lock:
-            self._state["stopped_after"] = phase.number
-            self._write()
-
     def _write_scores(self, name: str, scores: Scores) -> dict[str, str]:
         """Store scores under a name with their checksum: a start that was taken over cannot replace those of the later one."""
         stored = StoredScores.write(self._labels, name, scores)
@@ -307,18 +290,13 @@ DevScores = Mapping[Phase, float | None]
 """Dev scores of a group's models of one formulation, by phase; None without dev pairs."""
 
 
-def dev_scores(recipe: MutualRecipe, store: PhaseStore, group: str, kind: Kind, last: Phase | None = None) -> DevScores:
-    """Return the dev scores of the models among which a group's best of a formulation is selected."""
-    last = last or last_phase(recipe.mutual.cycles)
-    phases = [Phase(number) for number in range(1, last.number + 1)]
-    found = {
+def dev_scores(store: PhaseStore, group: str, kind: Kind, last: Phase) -> DevScores:
+    """Return the dev scores of the models up to a phase among which a group's best of a formulation is selected."""
+    return {
         phase: store.posted(phase)[group]["dev"]
-        for phase in phases
+        for phase in map(Phase, range(1, last.number + 1))
         if phase.kind == kind and group in store.posted(phase)
     }
-    if kind == "bi" and recipe.mutual.best_of == "start_and_cycles":
-        return {Phase(0): store.starts[group], **found}
-    return found
 
 
 def best_phase(scores: DevScores) -> Phase:

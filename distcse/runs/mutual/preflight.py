@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from distcse.checks import Question
@@ -82,7 +81,7 @@ def rehearse_groups(
         Encoder.from_section(group)
         load_cross(recipe, group)
         reporter.found(group.name, "both of its models load")
-    report_warnings(score_starts(recipe, recipe.groups, backend, reporter).warnings, reporter)
+    report_warnings(score_starts(recipe, recipe.groups, backend, reporter)[1], reporter)
     if backend.cluster is None:
         return
     runs, in_sweep = resolve_path(recipe.storage.runs), plans_of_trials is not None
@@ -107,23 +106,17 @@ def load_cross(recipe: MutualRecipe, group: GroupSection) -> None:
 _STAGE = "starts"
 
 
-@dataclass(frozen=True)
-class StartScores:
-    """Dev scores of the groups' initial bi-encoders."""
-
-    dev: Mapping[str, float]
-    """Dev score by group; empty without dev pairs."""
-    warnings: Sequence[SettingsWarning]
-    """A warning of each group without which the labels have a better dev score."""
-
-
 def score_starts(
     recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter
-) -> StartScores:
-    """Report the dev score of each group's start, and that of the first labels."""
+) -> tuple[Mapping[str, float], Sequence[SettingsWarning]]:
+    """Report the dev score of each group's start, and that of the first labels.
+
+    Returns:
+        The dev scores by group, empty without dev pairs; a warning of each group without which the labels have a better one.
+    """
     dev = read_dev(recipe)
     if dev is None:
-        return StartScores({}, [])
+        return {}, []
     calls = [
         DeviceCall(f"dev score of {group.name}'s start", partial(_score, recipe, group), model_memory(group.backbone))
         for group in groups
@@ -138,7 +131,7 @@ def score_starts(
     listed = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
     if len(groups) == 1:
         reporter.found(_STAGE, f"{listed} ({dev.name})")
-        return StartScores(scores, [])
+        return scores, []
     weights = [score_weight(recipe.mutual, group, scores[group.name]) for group in groups]
     labels = dev.score(_labels(recipe, weights, recorded))
     reporter.found(_STAGE, f"{listed}, their labels {labels:.2f} ({dev.name})")
@@ -148,7 +141,7 @@ def score_starts(
         without = dev.score(_labels(recipe, others, [*recorded[:number], *recorded[number + 1 :]]))
         key = f"groups.{recipe.groups.index(group)}"
         warnings += warn_of_weak_label_source(group.name, key, scores[group.name], labels, without, dev.name)
-    return StartScores(scores, warnings)
+    return scores, warnings
 
 
 def _score(recipe: MutualRecipe, group: GroupSection, reporter: Reporter) -> RecordedScores:
