@@ -12,7 +12,7 @@ from typing import Any
 
 from distcse.checks import Check, answers, fail, ok, warn
 from distcse.cluster.cluster import fix_of_joining
-from distcse.cluster.nodes import alive
+from distcse.cluster.nodes import alive, ask_nodes
 from distcse.cluster.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file, find_long_socket_path
 from distcse.devices import host
 from distcse.devices.device import gpu_count, local_speed
@@ -125,35 +125,32 @@ def _resources(recipe: BaseRecipe | None, nodes: Sequence[Node]) -> list[Check]:
 
 def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
+    from ray.exceptions import RayError
 
     from distcse.cluster.shared_storage import find_unshared
 
     nodes = alive()
-    task = ray.remote(num_cpus=0)(_describe_node)
     stores = {key: open_store(folder) for key, folder in shared.items()}
     buckets = [store for store in stores.values() if store.is_remote]
-    results = {
-        node.address: task.options(scheduling_strategy=OnNode(node.id, soft=False)).remote(buckets) for node in nodes
-    }
-    found, local = [], _describe_node([])
+    found, local, answers = [], _describe_node([]), ask_nodes(nodes, _describe_node, buckets)
     resources = ray.cluster_resources()
     summary = f"{address}: {len(nodes)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
-    for node, answer in results.items():
-        remote = ray.get(answer, timeout=60)
+    for node in nodes:
+        remote = answers[node.id]
+        if isinstance(remote, RayError):
+            raise remote
         for kind in ("ray", "python", "torch", "distcse"):
             if remote[kind] != local[kind]:
-                difference = f"node {node} has {kind} {remote[kind]}, this machine {local[kind]}"
+                difference = f"node {node.address} has {kind} {remote[kind]}, this machine {local[kind]}"
                 found.append(fail("cluster", difference, f"install {kind} {local[kind]} on the node"))
         missing = [store.uri for store in buckets if store.uri not in remote["usable_buckets"]]
         if missing:
-            found.append(
-                fail("cluster", f"node {node} cannot use {missing[0]}", "set the storage's credentials on the node")
-            )
+            fix = "set the storage's credentials on the node"
+            found.append(fail("cluster", f"node {node.address} cannot use {missing[0]}", fix))
     folders = {key: store.path for key, store in stores.items() if not store.is_remote and store.path.is_dir()}
-    for node, problem in find_unshared(folders, {}, [None]).items():
+    for address_of_node, problem in find_unshared(folders, {}, [None]).items():
         description, _, fix = problem.partition("; ")
-        found.append(fail("cluster", f"node {node} {description}", fix))
+        found.append(fail("cluster", f"node {address_of_node} {description}", fix))
     return found or [ok("cluster", f"{summary}; all with ray {local['ray']} and python {local['python']}")]
 
 

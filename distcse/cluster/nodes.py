@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distcse.cluster.cluster import wait_for_ray
 from distcse.cluster.versions import SEES_ALL_GPUS, draining_nodes
@@ -19,7 +19,11 @@ from distcse.errors import ClusterTooSmallError, StoppedEarlyError, last_line
 from distcse.events import LogMessage, Reporter
 
 if TYPE_CHECKING:  # PyTorch, which servers of cached tables do not import
+    from ray.exceptions import RayError
+
     from distcse.devices.device import DeviceSpeed
+
+T = TypeVar("T")
 
 _START_TIMEOUT_S = 60.0
 """Seconds in which a live node starts a process."""
@@ -53,44 +57,59 @@ def alive() -> list[Node]:
     return [node for node in live_nodes() if node.id not in leaving]
 
 
-def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
-    """Return the resources of each node with these labels that runs a test task. Ray notices a lost node only after seconds."""
+def ask_nodes(
+    nodes: Sequence[Node],
+    function: Callable[..., T],
+    *arguments: Any,
+    timeout_s: float = _START_TIMEOUT_S,
+    **options: Any,
+) -> dict[str, T | RayError]:
+    """Call a function in a task on each of some nodes. Ray notices a lost node only after seconds.
+
+    Returns:
+        What it returned, by node id, or the error: a `GetTimeoutError` after `timeout_s` seconds.
+    """
     import ray
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
-    test_task = ray.remote(num_cpus=0, max_retries=0)(_do_nothing)
-    nodes = [node for node in alive() if node.has(labels)]
-    answers = [test_task.options(scheduling_strategy=On(node.id, soft=False)).remote() for node in nodes]
+    task = ray.remote(num_cpus=0, max_retries=0, **options)(function)
+    answers = {node.id: task.options(scheduling_strategy=On(node.id, soft=False)).remote(*arguments) for node in nodes}
     if answers:  # Ray may drain all nodes with the labels
-        ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)
-    return [node.resources for node, answer in zip(nodes, answers, strict=True) if _has_succeeded(answer)]
+        ray.wait([*answers.values()], num_returns=len(answers), timeout=timeout_s)
+    found: dict[str, T | RayError] = {}
+    for node, answer in answers.items():
+        try:
+            found[node] = ray.get(answer, timeout=0)
+        except RayError as error:
+            found[node] = error
+    return found
+
+
+def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
+    """Return the resources of each node with these labels that runs a test task."""
+    nodes = [node for node in alive() if node.has(labels)]
+    answers = ask_nodes(nodes, _is_there)
+    return [node.resources for node in nodes if answers[node.id] is True]
+
+
+def _is_there() -> bool:
+    return True
 
 
 def cluster_speeds() -> ClusterSpeeds:
     """Query the device speeds of all nodes, waiting for the cluster if it is starting. Nodes that do not answer are omitted."""
     wait_for_ray()
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
     from distcse.devices.device import has_gpu
 
     own_id, nodes = ray.get_runtime_context().get_node_id(), alive()
+    asked = [node for node in nodes if node.id != own_id or (node.resources.get("GPU") and not has_gpu())]
     # `max_calls` frees the process's CUDA context.
-    query = ray.remote(num_cpus=0, max_calls=1, runtime_env={"env_vars": SEES_ALL_GPUS})(_local_speeds)
-    pending = {
-        node.id: query.options(scheduling_strategy=On(node.id, soft=False)).remote()
-        for node in nodes
-        if node.id != own_id or (node.resources.get("GPU") and not has_gpu())
-    }
-    answers = list(pending.values())
-    answered = ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)[0] if answers else []
-    return ClusterSpeeds(
-        [
-            (node, ray.get(pending[node.id]) if node.id in pending else _local_speeds())
-            for node in nodes
-            if node.id not in pending or pending[node.id] in answered
-        ]
-    )
+    speeds = ask_nodes(asked, _local_speeds, max_calls=1, runtime_env={"env_vars": SEES_ALL_GPUS})
+    answers = [(node, speeds[node.id] if node in asked else _local_speeds()) for node in nodes]
+    return ClusterSpeeds([(node, answer) for node, answer in answers if isinstance(answer, list)])
 
 
 def _local_speeds() -> list[DeviceSpeed]:
@@ -210,17 +229,3 @@ class DrainNotices:
         self._checked_at = now
         leaving = draining_nodes()
         return len(leaving & hosts()) if leaving else 0
-
-
-def _do_nothing() -> None:
-    """Task that tests whether a node runs tasks."""
-
-
-def _has_succeeded(answer: Any) -> bool:
-    import ray
-
-    try:
-        ray.get(answer, timeout=0)
-        return True
-    except (ray.exceptions.RayError, TimeoutError):
-        return False

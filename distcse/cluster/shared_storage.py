@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distcse.cluster.nodes import alive
+from distcse.cluster.nodes import alive, ask_nodes
 from distcse.devices.cluster import Labels, Paths
+from distcse.devices.resources import Node
 from distcse.errors import SharedStorageError, last_line
 from distcse.storage import open_store, write_text_atomic
 
@@ -40,52 +40,36 @@ def find_unshared(written: Paths, read: Paths, labels: Sequence[Labels]) -> dict
     try:
         for marker in markers.values():
             write_text_atomic(marker, token)
-        answers = _query_nodes(nodes, markers, existing, token)
-        return {address: problem for address, problem in answers.items() if problem is not None}
+        arguments = check_paths, markers, existing, token
+        answers = ask_nodes(nodes, *arguments, timeout_s=_ANSWER_TIMEOUT_S, name="check shared storage")
+        problems = {node.address: _problem_of(answers[node.id]) for node in nodes}
+        return {address: problem for address, problem in problems.items() if problem is not None}
     finally:
         for marker in markers.values():
             marker.unlink(missing_ok=True)
 
 
-def other_nodes(labels: Sequence[Labels]) -> dict[str, str]:
-    """Return the addresses of the nodes that can get work, except this one, by node id."""
+def other_nodes(labels: Sequence[Labels]) -> list[Node]:
+    """Return the nodes that can get work, except this one."""
     own_id = ray.get_runtime_context().get_node_id()
-    return {
-        node.id: node.address
-        for node in alive()
-        if node.id != own_id and any(node.has(required) for required in labels)
-    }
+    return [node for node in alive() if node.id != own_id and any(node.has(required) for required in labels)]
 
 
-def _query_nodes(nodes: Mapping[str, str], markers: Paths, read: Paths, token: str) -> dict[str, str | None]:
-    """Run `check_paths` on each node; return its answers by the node's address."""
-    task = ray.remote(num_cpus=0, max_retries=0)(check_paths)
-    answers = {
-        address: task.options(
-            name="check shared storage", scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(markers, read, token, node)
-        for node, address in nodes.items()
-    }
-    problems: dict[str, str | None] = {}
-    for address, answer in answers.items():
-        try:
-            problems[address] = ray.get(answer, timeout=_ANSWER_TIMEOUT_S)
-        except GetTimeoutError:
-            problems[address] = (
-                f"did not check storage.runs within {_ANSWER_TIMEOUT_S} s; repair it, or remove it from the cluster"
-            )
-        except RayError as error:
-            problems[address] = (
-                f"cannot work for this run: {last_line(error)}; install the same distcse there (distcse doctor compares "
-                "versions)"
-            )
-    return problems
+def _problem_of(answer: str | RayError | None) -> str | None:
+    if isinstance(answer, GetTimeoutError):
+        return f"did not check storage.runs within {_ANSWER_TIMEOUT_S} s; repair it, or remove it from the cluster"
+    if isinstance(answer, RayError):
+        return (
+            f"cannot work for this run: {last_line(answer)}; install the same distcse there (distcse doctor compares "
+            "versions)"
+        )
+    return answer
 
 
-def check_paths(markers: Paths, read: Paths, token: str, node: str) -> str | None:
+def check_paths(markers: Paths, read: Paths, token: str) -> str | None:
     """On another node: return why it does not see the marker files or the paths that are read, if so."""
     for key, marker in markers.items():
-        own_marker = marker.with_name(f"{marker.name}-{node}")  # nodes run this concurrently
+        own_marker = marker.with_name(f"{marker.name}-{secrets.token_hex(4)}")  # nodes run this concurrently
         try:
             if marker.read_text() != token:
                 return f"reads another file than was written at {marker.parent}, {key}; fix that file system"

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +26,6 @@ from distcse.cluster.versions import prefer_node
 from distcse.errors import DistcseError, TeacherServerError, last_line
 from distcse.events import Reporter, WaitWarning
 from distcse.recipe import TeacherSection, TeachersSection
-from distcse.storage import ArtifactStore
 from distcse.teachers.resources import server_resources
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import Teacher, open_table_teacher
@@ -155,11 +154,14 @@ def served(
     factories: dict[int, tuple[Callable[[], Teacher], dict[str, float]]] = {}
     for number in range(len(tables)) if teacher_indices is None else teacher_indices:
         teacher, table = section.encoders[number], tables[number]
-        make = (
-            table_teacher(teacher, table)
-            if table is not None
-            else live_teacher(teacher, corpus.store, section.tokens_per_batch)
-        )
+        if table is not None:
+            make = partial(open_table_teacher, teacher, table)
+        else:
+            from distcse.teachers.kinds import (
+                open_live,  # imported here, so that servers of tables do not import PyTorch
+            )
+
+            make = partial(open_live, teacher, corpus.store, section.tokens_per_batch)
         factories[number] = make, server_resources(section, teacher, gpus)
     if not factories:
         yield None
@@ -216,15 +218,3 @@ def cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
     if isinstance(failed.cause, DistcseError):
         return failed.cause
     return TeacherServerError(f"teacher {teacher.backbone} failed: {last_line(failed)}")
-
-
-def table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[], Teacher]:
-    """Return a function that opens a teacher's table in a server's process."""
-    return lambda: open_table_teacher(teacher, table)
-
-
-def live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batch: int | None) -> Callable[[], Teacher]:
-    """Return a function that loads a teacher and opens the corpus in a server's process."""
-    from distcse.teachers.kinds import open_live  # imported here, so that servers of tables do not import PyTorch
-
-    return lambda: open_live(teacher, corpus, tokens_per_batch)
