@@ -182,11 +182,17 @@ class HostCopies:
 
 
 def speedup(baseline: Callable[[], object], other: Callable[[], object], rounds: int = 5) -> float:
-    """Measure how many times as fast as `baseline` another function is: ratio of the minima of interleaved calls.
+    """Measure how many times as fast as `baseline` another function is."""
+    first, second = thread_seconds([baseline, other], rounds)
+    return first / second
+
+
+def thread_seconds(functions: Sequence[Callable[[], object]], rounds: int = 5) -> list[float]:
+    """Measure each function: the minimum of interleaved calls.
 
     Measures the CPU time of one thread, because wall times depend on the machine's load.
     """
-    functions, best = (baseline, other), [float("inf"), float("inf")]
+    best = [float("inf")] * len(functions)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -199,7 +205,7 @@ def speedup(baseline: Callable[[], object], other: Callable[[], object], rounds:
                 best[number] = min(best[number], time.thread_time() - start)
     finally:
         torch.set_num_threads(threads)
-    return best[0] / best[1]
+    return best
 
 
 def _measured_speedup(dtype: torch.dtype) -> float:
@@ -207,15 +213,12 @@ def _measured_speedup(dtype: torch.dtype) -> float:
 
     Operands are ones: random numbers would advance the generator of the run's dropout.
     """
-    small_speedup = speedup(_product(SMALL, torch.float32), _product(SMALL, dtype), rounds=1)
-    return (
-        small_speedup
-        if small_speedup < _MIN_SCREENED_SPEEDUP
-        else speedup(_product(LARGE, torch.float32), _product(LARGE, dtype))
-    )
+    screened = speedup(product(SMALL), product(SMALL, dtype), rounds=1)
+    return screened if screened < _MIN_SCREENED_SPEEDUP else speedup(product(LARGE), product(LARGE, dtype))
 
 
-def _product(shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], Tensor]:
+def product(shape: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> Callable[[], Tensor]:
+    """Return a function that multiplies matrices with these rows, inputs and outputs."""
     rows, inputs, outputs = shape
     hidden, weight = torch.ones(rows, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
     return lambda: torch.nn.functional.linear(hidden, weight)

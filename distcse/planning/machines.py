@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -70,20 +70,13 @@ GPUS = {
 @cache
 def _cpu_rate() -> float:
     """Return the FLOP/s of fp32 matrix products on one thread, timed for some milliseconds."""
-    import torch  # `parse_cluster` answers before PyTorch is imported
+    from distcse.devices.device import (  # `parse_cluster` answers before PyTorch is imported
+        LARGE,
+        product,
+        thread_seconds,
+    )
 
-    threads, (rows, inputs, outputs), best = torch.get_num_threads(), (512, 384, 1536), float("inf")
-    torch.set_num_threads(1)
-    try:
-        # Ones: random numbers would advance the generator of a run's dropout.
-        hidden, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
-        for _ in range(6):
-            began = time.thread_time()
-            torch.nn.functional.linear(hidden, weight)
-            best = min(best, time.thread_time() - began)
-    finally:
-        torch.set_num_threads(threads)
-    return 2.0 * rows * inputs * outputs / best
+    return 2.0 * math.prod(LARGE) / thread_seconds([product(LARGE)])[0]
 
 
 def this_machine(threads: int) -> Machine:
