@@ -41,9 +41,8 @@ from distcse.tuning.final_evaluation import measure
 from distcse.tuning.records import Trial, find_best_trial, read_trials, write_tables
 from distcse.tuning.space import Space
 from distcse.tuning.sweep import SweepResult, check, reopen
-from distcse.tuning.trial import TrialContext
+from distcse.tuning.trial import TrialContext, track_trials
 from distcse.tuning.trial_resources import TrialResources, least_requests, trial_resources
-from distcse.tuning.trial_tracking import track_trials
 
 _TRIALS, _FINAL_RUNS = "trials", "final_runs"
 

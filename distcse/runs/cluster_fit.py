@@ -12,7 +12,7 @@ from distcse.devices import host
 from distcse.devices.cluster import Cluster, ClusterSpeeds, Labels, Paths
 from distcse.devices.device import DeviceSpeed, cpu_speed, has_gpu, local_speed
 from distcse.devices.device_plan import GIB, HEARTBEAT_TIMEOUT_S, DeviceOptions, select_nodes
-from distcse.devices.gpu_plan import GpuMode
+from distcse.devices.gpu_plan import GpuMode, GpuPlan, report_plans
 from distcse.devices.resources import Node, ResourceRequest
 from distcse.errors import ClusterTooSmallError, EncoderError, StorageError
 from distcse.events import Reporter
@@ -113,9 +113,15 @@ def joined_for_devices(cluster: Cluster | None) -> AbstractContextManager[None]:
     return nullcontext() if cluster is None or cluster.is_one_cpu() else cluster.joined()
 
 
-def plans_gpus(cluster: Cluster | None, mode: GpuMode) -> bool:
-    """Return whether GPUs are planned on a cluster, and so waited for; not if it is this machine without a GPU."""
-    return cluster is not None and (mode == "required" or not cluster.is_one_cpu())
+def report_gpus(
+    cluster: Cluster | None, mode: GpuMode, plans: Callable[[Sequence[Node]], Sequence[GpuPlan]], reporter: Reporter
+) -> None:
+    """Report the GPUs of the processes that are planned on a cluster's nodes, and raise what `plans` raises.
+
+    The cluster is waited for, unless it is this machine without a GPU.
+    """
+    if cluster is not None and (mode == "required" or not cluster.is_one_cpu()):
+        report_plans(plans(cluster.nodes()), reporter.emit)
 
 
 def decide_for(

@@ -201,13 +201,11 @@ def test_a_recipe_without_gpus_names_none(recipe_with: MakeRecipe) -> None:
 def test_one_line_describes_the_plans(recipe_with: MakeRecipe) -> None:
     nodes = nodes_of("8")
     recipe = recipe_with("training.workers=4", RANK)
-    assert describe_plans(plans_of_run(recipe, plan_run(recipe, nodes), nodes)) == (
+    assert describe_plans(plans_of_run(recipe, nodes)) == (
         "GPUs 8: embedding actors 8 x 1; then training workers 4 x 1, teacher servers 1 x 0.25"
     )
     recipe = recipe_with("training.workers=8", "resources.gpu=none")
-    assert describe_plans(plans_of_run(recipe, plan_run(recipe, nodes), nodes)) == (
-        "GPUs 8: none is used (resources.gpu: none)"
-    )
+    assert describe_plans(plans_of_run(recipe, nodes)) == ("GPUs 8: none is used (resources.gpu: none)")
 
 
 def test_workers_that_can_share_a_gpu_need_the_torch_engine(

@@ -24,8 +24,7 @@ from distcse.tracking import Tracking, require_trial_loggers, track_run
 from distcse.tracking.loggers import RunStatus
 from distcse.tracking.tracking import TrackerThread
 from distcse.tuning.records import Trial, TrialMetric
-from distcse.tuning.trial import TrialContext
-from distcse.tuning.trial_tracking import track_trials
+from distcse.tuning.trial import TrialContext, track_trials
 from tests.failures import fails_with
 from tests.ports import free_port
 from tests.tensorboard import scalars

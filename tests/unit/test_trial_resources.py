@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from distcse.errors import ClusterTooSmallError
 from distcse.events import Event, Reporter
 from distcse.recipe import Recipe, Sweep, TeachersSection
 from distcse.runs.backend import LocalBackend
+from distcse.runs.cluster_fit import report_gpus
 from distcse.runs.distillation.corpus import prepare_tables, read_corpus, require_embedding_gpus
 from distcse.runs.distillation.processes import least_requests as run_requests
-from distcse.runs.distillation.processes import report_gpus
+from distcse.runs.distillation.processes import plans_of_run
 from distcse.teachers.resources import EMBEDDING, plan_embedding
 from distcse.tuning.trial_resources import TrialResources, least_requests, trial_resources
 from tests.clusters import FixedCluster
@@ -148,7 +150,7 @@ def test_a_required_gpu_is_asked_for_where_rows_are_missing(recipe_with: MakeRec
         Node(role, {"CPU": 4.0, "GPU": gpus}, {"role": role}) for role, gpus in (("students", 1.0), ("teachers", 0.0))
     ]
     cluster, messages = FixedCluster(nodes), list[Event]()
-    report_gpus(recipe, cluster, Reporter(messages.append))
+    report_gpus(cluster, recipe.gpu_mode, partial(plans_of_run, recipe), Reporter(messages.append))
     corpus = read_corpus(recipe, Reporter())
     with fails_with(ClusterTooSmallError, "the nodes with role=teachers have no GPU for the embedding actors"):
         require_embedding_gpus(recipe, corpus, cluster, Reporter())

@@ -21,7 +21,7 @@ from distcse.preflight.precision import Role
 from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_curve
 from distcse.recipe import LoggersSection, Recipe, Sweep, TeachersSection, TrainedSection
 from distcse.runs.backend import Backend, DeviceCall
-from distcse.runs.cluster_fit import NodeNeeds, joined_for_devices, model_memory, waited_for_nodes
+from distcse.runs.cluster_fit import NodeNeeds, joined_for_devices, model_memory, report_gpus, waited_for_nodes
 from distcse.runs.directory import RunDirectory, check_storage
 from distcse.runs.distillation.corpus import band_warnings, extent_of, fit_to_corpus, model_warnings, read_corpus
 from distcse.runs.distillation.distillation_task import TrainSpec
@@ -38,7 +38,7 @@ from distcse.runs.distillation.processes import (
     joined_for_run,
     least_requests,
     plan_run,
-    report_gpus,
+    plans_of_run,
     roles_on,
     student_needs,
     student_processes,
@@ -132,7 +132,7 @@ class Distillation(Experiment[Recipe]):
             if lease.has_local_changes:
                 CheckpointStore(directory.store).rescue(reporter.emit)
             recipe = self.recipe if is_trial else with_precisions(self.recipe, backend.cluster, reporter)
-            report_gpus(recipe, backend.cluster, reporter)
+            report_gpus(backend.cluster, recipe.gpu_mode, partial(plans_of_run, recipe), reporter)
             prepared = PreparedCorpus.prepare(recipe, backend, reporter)
             recipe, corpus = prepared.recipe, prepared.corpus
             require_shared_projection(recipe, corpus, directory)

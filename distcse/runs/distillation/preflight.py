@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from distcse.checks import Question
@@ -16,7 +18,7 @@ from distcse.models import Encoder
 from distcse.preflight.warnings import report_warnings
 from distcse.recipe import Recipe
 from distcse.runs.backend import Backend
-from distcse.runs.cluster_fit import gpu_policy, waited_for_nodes
+from distcse.runs.cluster_fit import gpu_policy, report_gpus, waited_for_nodes
 from distcse.runs.directory import check_storage, require_lasting
 from distcse.runs.distillation.corpus import (
     band_warnings,
@@ -34,8 +36,8 @@ from distcse.runs.distillation.processes import (
     describe_resources,
     joined_for_embedding,
     joined_for_run,
+    plans_of_embedding,
     plans_of_run,
-    report_embedding_gpus,
     with_precisions,
     with_teacher_precisions,
 )
@@ -105,7 +107,7 @@ def rehearse_run(
         if plans_of_trials is not None:
             report_plans(plans_of_trials(nodes), reporter.emit)
         elif resources is not None:
-            report_plans(plans_of_run(recipe, resources, nodes), reporter.emit)
+            report_plans(plans_of_run(recipe, nodes), reporter.emit)
         require_embedding_gpus(recipe, corpus, cluster, reporter)
         reporter.found("cluster", describe_resources(recipe, resources, nodes))
 
@@ -127,7 +129,7 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
     with gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None):
         check_storage(recipe.storage, ["cache"])
         recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
-        report_embedding_gpus(recipe, backend.cluster, reporter)
+        report_gpus(backend.cluster, recipe.gpu_mode, partial(plans_of_embedding, recipe), reporter)
         corpus = read_corpus(recipe, reporter)
         report_warnings(teacher_token_warnings(recipe, corpus), reporter)
         for number, teacher in enumerate(recipe.teachers.encoders):
@@ -187,7 +189,7 @@ def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[E
         waited_for_nodes(backend.cluster, recipe, requests, reporter),
     ):
         recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
-        report_embedding_gpus(recipe, backend.cluster, reporter)
+        report_gpus(backend.cluster, recipe.gpu_mode, partial(plans_of_embedding, recipe), reporter)
         corpus = read_corpus(recipe, reporter)
         report_warnings(teacher_token_warnings(recipe, corpus), reporter)
         with joined_for_embedding(recipe, backend.cluster):

@@ -12,7 +12,7 @@ from typing import TypeVar
 from distcse.devices.cluster import Cluster, ClusterSpeeds, Labels
 from distcse.devices.device import DeviceSpeed
 from distcse.devices.device_plan import DeviceOptions
-from distcse.devices.gpu_plan import GpuPlan, Process, plan_gpus, report_plans
+from distcse.devices.gpu_plan import GpuPlan, Process, plan_gpus
 from distcse.devices.resources import (
     Node,
     ResourceRequest,
@@ -28,7 +28,7 @@ from distcse.models import resolve_model
 from distcse.models.folder import find_local_model
 from distcse.preflight.precision import Role
 from distcse.recipe import Recipe, TeacherSection
-from distcse.runs.cluster_fit import NodeNeeds, decide_for, evaluation_paths, plans_gpus, usable_devices
+from distcse.runs.cluster_fit import NodeNeeds, decide_for, evaluation_paths, usable_devices
 from distcse.runs.experiment import TrialGpus
 from distcse.storage import is_uri
 from distcse.teachers.kinds import kind_of
@@ -171,23 +171,14 @@ def describe_resources(recipe: Recipe, resources: RunResources | None, nodes: Se
     return f"{cluster}; workers {recipe.training.workers}, each with {each}"
 
 
-def plans_of_run(recipe: Recipe, resources: RunResources, nodes: Sequence[Node]) -> list[GpuPlan]:
-    """Return the plans of a run's GPUs: those of the embedding pass, then those of the training."""
-    return [plan_embedding(recipe.teachers, nodes, recipe.gpu_mode), resources.gpus]
+def plans_of_embedding(recipe: Recipe, nodes: Sequence[Node]) -> list[GpuPlan]:
+    """Return the plan of an embedding pass without a run."""
+    return [plan_embedding(recipe.teachers, nodes, recipe.gpu_mode)]
 
 
-def report_embedding_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:
-    """Report the GPUs of an embedding pass without a run; see `report_gpus`."""
-    if cluster is not None and plans_gpus(cluster, recipe.gpu_mode):
-        report_plans([plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode)], reporter.emit)
-
-
-def report_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:
-    """Report the GPUs of a run on a cluster, waiting for the cluster unless it is this machine without a GPU."""
-    if cluster is None or not plans_gpus(cluster, recipe.gpu_mode):
-        return
-    nodes = cluster.nodes()
-    report_plans(plans_of_run(recipe, plan_run(recipe, nodes), nodes), reporter.emit)
+def plans_of_run(recipe: Recipe, nodes: Sequence[Node]) -> list[GpuPlan]:
+    """Return the plans of a run's GPUs: that of the embedding pass, then that of the training."""
+    return [*plans_of_embedding(recipe, nodes), plan_run(recipe, nodes).gpus]
 
 
 def with_precisions(recipe: R, cluster: Cluster | None, reporter: Reporter, trial: TrialGpus | None = None) -> R:

@@ -26,7 +26,7 @@ from distcse.models.student import depth_of, needs_first_layer
 from distcse.preflight.precision import Role
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe, StudentSection, with_values
 from distcse.runs.backend import Backend, DeviceCall, LocalBackend
-from distcse.runs.cluster_fit import gpu_policy, joined_for_devices, model_memory, waited_for_nodes
+from distcse.runs.cluster_fit import gpu_policy, joined_for_devices, model_memory, report_gpus, waited_for_nodes
 from distcse.runs.directory import PROJECTION, RunDirectory, check_storage
 from distcse.runs.distillation.corpus import fit_to_corpus
 from distcse.runs.distillation.distillation_task import TrainSpec
@@ -44,7 +44,7 @@ from distcse.runs.distillation.processes import (
     joined_for_run,
     least_requests,
     plan_run,
-    report_embedding_gpus,
+    plans_of_embedding,
     roles_on,
     student_needs,
     with_precisions,
@@ -112,7 +112,7 @@ class Family(Experiment[FamilyRecipe]):
             recipe = with_precisions(recipe, backend.cluster, logged)
             largest, cluster = recipe.student_recipe(recipe.largest_first[0]), backend.cluster
             with waited_for_nodes(cluster, largest, least_requests(largest), logged):
-                report_embedding_gpus(largest, cluster, logged)
+                report_gpus(cluster, largest.gpu_mode, partial(plans_of_embedding, largest), logged)
                 prepared = PreparedCorpus.prepare(largest, backend, logged)
                 recipe = fit_to_corpus(recipe, prepared.corpus, Reporter())  # reported with the largest student
                 if recipe != self.recipe:

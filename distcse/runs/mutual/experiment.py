@@ -23,7 +23,14 @@ from distcse.preflight.precision import Role
 from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
 from distcse.recipe import KINDS, GroupSection, LoggersSection, MutualRecipe, TrainedSection
 from distcse.runs.backend import Backend, DeviceCall
-from distcse.runs.cluster_fit import NodeNeeds, gpu_policy, joined_for_devices, model_memory, waited_for_nodes
+from distcse.runs.cluster_fit import (
+    NodeNeeds,
+    gpu_policy,
+    joined_for_devices,
+    model_memory,
+    report_gpus,
+    waited_for_nodes,
+)
 from distcse.runs.directory import RunDirectory, check_storage
 from distcse.runs.experiment import (
     TRIALS,
@@ -58,10 +65,8 @@ from distcse.runs.mutual.phase_store import (
 from distcse.runs.mutual.preflight import load_cross, recipe_questions, rehearse_groups, score_starts
 from distcse.runs.mutual.processes import (
     group_needs,
-    joined_for_groups,
     least_requests,
     plan_groups,
-    report_gpus,
     roles_on,
     with_max_workers,
     with_precisions,
@@ -124,7 +129,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
             groups = [recipe.groups[number] for number in active]
             recipe = with_precisions(recipe, backend.cluster, reporter, groups=groups)
             groups = [recipe.groups[number] for number in active]
-            report_gpus(recipe, groups, backend.cluster, reporter)
+            plan = partial(plan_groups, recipe, groups)
+            report_gpus(backend.cluster, recipe.gpu_mode, lambda nodes: [plan(nodes).gpus], reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
             if not is_recorded or _lacks_starts(recipe, groups, store):
@@ -146,7 +152,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
             ]
             with track_run(recipe, directory.store, reporter.emit) as tracked:
                 reporter = tracked.relay(reporter)
-                with joined_for_groups(recipe, groups, backend.cluster, directory.path) as resources:
+                needs, plan = group_needs(recipe, groups), partial(plan_groups, recipe, groups)
+                with needs.joined(backend.cluster, plan, directory.path) as resources:
                     reporter = backend.metered(reporter, directory.path.name)
                     reporters = [reporter.of_group(group.name) for group in groups]
                     with backend.open_groups(contexts, reporters, resources) as opened:

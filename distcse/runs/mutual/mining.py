@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -98,27 +99,16 @@ def mine_pairs(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactSt
 def require_mining(section: MiningSection) -> None:
     """Check that the packages which the mining settings need are installed."""
     if any(band.share for band in section.bands):
-        _require_faiss()
+        _require("faiss")
     if section.bm25_share:
-        _require_bm25s()
+        _require("bm25s", ", or write pairs.mine.bm25_share=0")
 
 
-def _require_faiss() -> Any:
+def _require(package: str, alternative: str = "") -> Any:
     try:
-        import faiss
+        return import_module(package)
     except ImportError:
-        raise MissingDependencyError(f"pairs.mine needs faiss; {host.pip_install('mining')}") from None
-    return faiss
-
-
-def _require_bm25s() -> Any:
-    try:
-        import bm25s
-    except ImportError:
-        raise MissingDependencyError(
-            f"pairs.mine.bm25_share needs bm25s; {host.pip_install('mining')}, or write bm25_share=0"
-        ) from None
-    return bm25s
+        raise MissingDependencyError(f"pairs.mine needs {package}; {host.pip_install('mining')}{alternative}") from None
 
 
 def _mine_bands(
@@ -155,7 +145,7 @@ def _mine_bands(
 
 def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, reporter: Reporter) -> PairRows:
     """Pair sentences with their BM25 neighbors, for a sample of sentences in a large corpus."""
-    bm25s = _require_bm25s()
+    bm25s = _require("bm25s")
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     reporter.advance("mining", 0, len(texts), "sentences read by BM25")
     tokens = bm25s.tokenize(reporter.follow(texts, "mining"), stopwords="en", show_progress=False)
@@ -262,7 +252,7 @@ def knn(
     Returns:
         (n, min(k + 1, n)) cosines and (n, min(k + 1, n)) row ids, nearest first; an id is -1 where the index finds fewer.
     """
-    faiss, report = _require_faiss(), on_progress or (lambda done: None)
+    faiss, report = _require("faiss"), on_progress or (lambda done: None)
     report(0)
     count, width = vectors.shape
     index: Any = faiss.IndexFlatIP(width)

@@ -23,7 +23,7 @@ from distcse.runs.mutual.final_evaluation import labelled_tasks
 from distcse.runs.mutual.label_exchange import combine, score_weight
 from distcse.runs.mutual.mining import prepare_mining, require_mining
 from distcse.runs.mutual.pairs import find_pairs, fit_to_pairs, temporary_pairs
-from distcse.runs.mutual.processes import group_needs, joined_for_groups, with_max_workers, with_precisions
+from distcse.runs.mutual.processes import group_needs, plan_groups, with_max_workers, with_precisions
 from distcse.storage import resolve_path
 
 
@@ -85,7 +85,10 @@ def rehearse_groups(
     if backend.cluster is None:
         return
     runs, in_sweep = resolve_path(recipe.storage.runs), plans_of_trials is not None
-    with joined_for_groups(recipe, recipe.groups, backend.cluster, runs, in_sweep) as resources:
+    needs = group_needs(recipe, recipe.groups, in_sweep)
+    with needs.joined(
+        backend.cluster, lambda nodes: None if in_sweep else plan_groups(recipe, recipe.groups, nodes), runs
+    ) as resources:
         nodes = backend.cluster.nodes()
         if plans_of_trials is not None:
             report_plans(plans_of_trials(nodes), reporter.emit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors import safe_open
 from distcse.devices.cluster import Cluster, ClusterSpeeds, Labels
 from distcse.devices.device import DeviceSpeed
 from distcse.devices.device_plan import DeviceOptions
-from distcse.devices.gpu_plan import GpuPlan, Process, plan_gpus, report_plans
+from distcse.devices.gpu_plan import GpuPlan, Process, plan_gpus
 from distcse.devices.resources import (
     Node,
     ResourceRequest,
@@ -31,7 +30,7 @@ from distcse.models import resolve_model
 from distcse.models.st_format import backbone_folder
 from distcse.preflight.precision import Role
 from distcse.recipe import KINDS, GroupSection, MutualRecipe
-from distcse.runs.cluster_fit import NodeNeeds, decide_for, evaluation_paths, plans_gpus, usable_devices
+from distcse.runs.cluster_fit import NodeNeeds, decide_for, evaluation_paths, usable_devices
 
 _LAYER = re.compile(r"\.(?:layers?|h|block)\.(\d+)\.")
 """Number of a layer in the name of a weight."""
@@ -154,32 +153,6 @@ def _competing_workers(group: GroupSection, groups: Sequence[GroupSection]) -> i
         for other in groups
         if all((other.node_labels or {}).get(name, value) == value for name, value in labels)
     )
-
-
-def joined_for_groups(
-    recipe: MutualRecipe,
-    groups: Sequence[GroupSection],
-    cluster: Cluster | None,
-    run: Path,
-    in_sweep: bool = False,
-) -> AbstractContextManager[GroupResources | None]:
-    """Join the cluster, and check its room for all groups and that its nodes see the folders.
-
-    The block gets what the groups' workers reserve; None without a cluster or in a sweep.
-    """
-    needs = group_needs(recipe, groups, in_sweep)
-    return needs.joined(cluster, lambda nodes: None if in_sweep else plan_groups(recipe, groups, nodes), run)
-
-
-def report_gpus(
-    recipe: MutualRecipe, groups: Sequence[GroupSection], cluster: Cluster | None, reporter: Reporter
-) -> None:
-    """Report the GPUs of the groups that are still running, unless the cluster is this machine without a GPU.
-
-    Raises what `plan_groups` raises.
-    """
-    if cluster is not None and plans_gpus(cluster, recipe.gpu_mode):
-        report_plans([plan_groups(recipe, groups, cluster.nodes()).gpus], reporter.emit)
 
 
 def with_precisions(
