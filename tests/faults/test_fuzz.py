@@ -24,9 +24,7 @@ from hypothesis import strategies as st
 
 from distcse import cli
 from distcse.errors import DistcseError
-from distcse.evaluation import Contamination, PairClassificationTask, ScoredPairs, read_table
-from distcse.models.files import check_weights
-from distcse.models.st_format import read_layout
+from distcse.evaluation import Contamination
 from distcse.recipe import CorpusSection
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
@@ -302,68 +300,6 @@ def test_files_of_sentences(place: Path, made: tuple[str, bytes], column: str) -
         assert files(cache) == before
     else:
         assert len(corpus) == len(corpus.texts(range(len(corpus)))) > 0
-
-
-@cases(100)
-@given(data=st.data(), kind=st.sampled_from(["table.tsv", "table.tsv.gz", "table.jsonl", "table.parquet"]))
-def test_labelled_files(place: Path, data: st.DataObject, kind: str) -> None:
-    columns = {"score": numbers, "label": st.sampled_from([0, 1, 2]), "sentence1": anything, "sentence2": anything}
-    count = data.draw(st.integers(0, 5))
-    rows = [{name: data.draw(st.one_of(of, of, of, scalars)) for name, of in columns.items()} for _ in range(count)]
-    if kind == "table.jsonl":
-        content = encoded("\n".join(json.dumps(row) for row in rows))
-    elif kind == "table.parquet":
-        texts = {name: [str(row[name]).encode("utf-8", "ignore").decode()[:99] for row in rows] for name in columns}
-        content = parquet({**texts})
-    else:
-        table = ["\t".join(columns), *("\t".join(str(cell)[:99] for cell in row.values()) for row in rows)]
-        content = encoded("\n".join(table)) if rows else encoded(TABLE)
-        content = gzip.compress(content, mtime=0) if kind.endswith(".gz") else content
-    file = place / kind
-    file.write_bytes(data.draw(spoilt(content)))
-    table_read = ours(lambda: read_table(file))
-    if table_read is not None:
-        ours(lambda: ScoredPairs.of("set", table_read))
-        ours(lambda: PairClassificationTask.of("set", table_read))
-        assert all(isinstance(cell, str) for column in table_read.columns.values() for cell in column)
-
-
-MODULE = "sentence_transformers.models"
-MODEL_FILES: dict[str, Any] = {
-    "modules.json": [
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": f"{MODULE}.Pooling"},
-        {"idx": 2, "name": "2", "path": "2_Dense", "type": f"{MODULE}.Dense"},
-    ],
-    "1_Pooling/config.json": {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 8},
-    "2_Dense/config.json": {
-        **{"in_features": 8, "out_features": 8, "bias": True},
-        "activation_function": "torch.nn.modules.activation.Tanh",
-    },
-    "sentence_bert_config.json": {"max_seq_length": 32},
-    "config_sentence_transformers.json": {"prompts": {"default": "x"}, "default_prompt_name": "default"},
-    "model.safetensors.index.json": {"weight_map": {"w": "model-1.safetensors"}},
-}
-MODEL_KEYS = [
-    *("path", "type", "max_seq_length", "prompts", "default_prompt_name", "weight_map", "pooling_mode", "in_features"),
-    *("out_features", "bias", "activation_function", "module_input_name", "use_residual"),
-]
-
-
-@cases(40)
-@given(
-    name=st.sampled_from([*MODEL_FILES]),
-    changed=st.one_of(values, st.dictionaries(st.sampled_from(MODEL_KEYS), values)),
-    data=st.data(),
-)
-def test_files_next_to_a_models_weights(place: Path, name: str, changed: Any, data: st.DataObject) -> None:
-    folder = place / "model"
-    for file, content in MODEL_FILES.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text(json.dumps(content))
-    text = encoded(json.dumps(data.draw(st.sampled_from([changed, [changed]]))))
-    (folder / name).write_bytes(data.draw(spoilt(text)))
-    ours(lambda: read_layout(folder))
-    ours(lambda: check_weights(folder))
 
 
 @cases(40)

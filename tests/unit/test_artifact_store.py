@@ -64,14 +64,6 @@ def test_a_complete_folder_is_kept_and_an_incomplete_one_replaced(tmp_path: Path
         assert names(tmp_path) == ["target"]
 
 
-def test_a_failure_while_a_folder_is_filled_leaves_the_old_one(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    write_folder(target, "old")
-    with fails_with(StorageWriteError, str(target)), atomic_folder(target) as temporary:
-        (temporary / "absent" / "file").write_text("new")
-    assert (target / "deep" / "file").read_text() == "old" and names(tmp_path) == ["target"]
-
-
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
 def test_the_umask_decides_for_files_of_libraries_and_copies_too(tmp_path: Path, umask: int) -> None:
     source = tmp_path / "source"

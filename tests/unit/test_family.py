@@ -329,27 +329,3 @@ def test_a_plan_counts_the_embedding_passes_once_and_names_static_students(
     assert "2 students" in total and rows[0].startswith("wide") and rows[1].startswith("1-layer")
     assert ["static", "not", "counted"] in [row.split()[:3] for row in rows]
     assert cli.main(["plan", str(file), *arguments, "--gpus", "8"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("cluster", "workers", "side_by_side", "words"),
-    [
-        ("2xH100-80G", 1, 2, "3 students side by side on 2 GPUs"),
-        ("8xH100-80G", 1, 3, "side by side on 3 GPUs"),
-        ("1xH100-80G", 1, 1, "one after the other"),
-        ("8xH100-80G", 2, 1, "one after the other"),
-    ],
-)
-def test_a_plan_lets_students_train_side_by_side(
-    file: Path, capsys: pytest.CaptureFixture[str], cluster: str, workers: int, side_by_side: int, words: str
-) -> None:
-    """Of three students on two GPUs, the smallest follows the middle one."""
-    arguments = (f"training.workers={workers}", "--cluster", cluster, "--corpus-rows", "1000000")
-    found, lines = planned(file, capsys, "family=[{layers: 3}, {layers: 2}, {layers: 1}]", *arguments)
-    assert found["side_by_side"] == side_by_side and words in lines[0]
-    first, *others = found["students"].values()
-    if side_by_side == 2:
-        longest = max(first["training_seconds"], sum(student["training_seconds"] for student in others))
-        assert found["seconds"] == pytest.approx(first["seconds"] - first["training_seconds"] + longest)
-    if side_by_side == 3:
-        assert [student["workers"] for student in found["students"].values()] == [1, 1, 1]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distcse.devices.distributed import on_all_ranks, rank
 from distcse.errors import CorpusError, TeacherError
-from distcse.losses import TeacherOutputs, Views, build_objective, gather_views, mix_lists
+from distcse.losses import TeacherOutputs, Views, build_objective, gather_views
 from distcse.losses.views import gather_rows
 from distcse.recipe import ObjectiveSection
 from distcse.training.engines import torch_engine
@@ -35,7 +35,6 @@ TERMS: dict[str, dict[str, Any]] = {
     "rank regression": {"rank_regression": {"lower": -1.0}},
 }
 RANDOM = [(name, form) for name in RANKS for form in ("js", "neg_entropy")] + [(name, "js") for name in TERMS]
-ORACLES = ["list_net", "list_mle"]
 
 Case = dict[str, Any]
 Step = dict[str, Tensor]
@@ -55,27 +54,9 @@ def random_case(name: str, form: str) -> Case:
         "x2": x1 + 0.3 * x2,
         "weight": torch.randn(4, 5, dtype=torch.float64, generator=generator),
         "lists": cosines(noise.tolist()),
-        "tanh": True,
         "targets": torch.nn.functional.normalize(torch.eye(6, 5, dtype=torch.float64) + 1, dim=1),
         "section": {"consistency": {"form": form}, "rank": RANKS.get(name), **TERMS.get(name, {})},
     }
-
-
-def oracle_case(oracles: dict[str, Any], name: str) -> Case:
-    """The oracle's views, as the output of a linear model initialized to the identity."""
-    inputs = oracles[f"grad_total_{name.replace('_', '')}"]["inputs"]
-    return {
-        "x1": torch.tensor(inputs["z1"], dtype=torch.float64),
-        "x2": torch.tensor(inputs["z2"], dtype=torch.float64),
-        "weight": torch.eye(3, dtype=torch.float64),
-        "lists": mix_lists(torch.stack([cosines(inputs["t1"]), cosines(inputs["t2"])]), [1, 2]),
-        "tanh": False,
-        "section": {"rank": RANKS[name]},
-    }
-
-
-def model(case: Case, x: Tensor, weight: Tensor) -> Tensor:
-    return (x @ weight).tanh() if case["tanh"] else x @ weight
 
 
 def step(case: Case) -> Step:
@@ -85,9 +66,9 @@ def step(case: Case) -> Step:
     rows = len(case["x1"]) // workers
     own = slice(number * rows, (number + 1) * rows)
     weight = case["weight"].clone().requires_grad_()
-    views = gather_views(*(model(case, case[x][own], weight) for x in ("x1", "x2")))
+    views = gather_views(*((case[x][own] @ weight).tanh() for x in ("x1", "x2")))
     share, parts = build_objective(ObjectiveSection.model_validate(case["section"]))(
-        views, TeacherOutputs(case["lists"][own], targets=case["targets"][own] if "targets" in case else None)
+        views, TeacherOutputs(case["lists"][own], targets=case["targets"][own])
     )
     (share * workers).backward()
     assert weight.grad is not None
@@ -139,13 +120,8 @@ def all_answers(cases: dict[str, Case]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cases(request: pytest.FixtureRequest) -> dict[str, Case]:
-    random_cases = {f"{name}, {form}": random_case(name, form) for name, form in RANDOM}
-    try:
-        oracles = request.getfixturevalue("oracles")
-    except pytest.skip.Exception:
-        return random_cases  # without the file of oracles, only its tests are skipped
-    return random_cases | {name: oracle_case(oracles, name) for name in ORACLES}
+def cases() -> dict[str, Case]:
+    return {f"{name}, {form}": random_case(name, form) for name, form in RANDOM}
 
 
 @pytest.fixture(scope="module")
@@ -167,22 +143,6 @@ def test_two_workers_compute_the_step_of_one(answers: list[dict[str, Any]], case
     assert alone["gradient"].abs().max() > 1e-3
     for answer in answers:
         assert_same_step(answer["steps"][name], alone)
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_two_workers_compute_the_step_of_the_oracle(
-    oracles: dict[str, Any], answers: list[dict[str, Any]], cases: dict[str, Case], name: str
-) -> None:
-    case, expected = cases[name], oracles[f"grad_total_{name.replace('_', '')}"]["expected"]
-    # z = x W, so the weight's gradient follows from the oracle's gradients of the views.
-    view_gradients = [torch.tensor(expected[key], dtype=torch.float64) for key in ("grad_z1", "grad_z2")]
-    expected_gradient = case["x1"].T @ view_gradients[0] + case["x2"].T @ view_gradients[1]
-    alone = step(case)
-    for answer in answers:
-        found = answer["steps"][name]
-        assert_same_step(found, alone)
-        torch.testing.assert_close(found["gradient"], expected_gradient, atol=1e-5, rtol=0)
-        assert found["loss"].item() == pytest.approx(expected["loss"], abs=2e-6)
 
 
 def test_workers_gather_rows_in_order_and_sum_gradients(answers: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distcse.compat.torch import GraphRNG
 from distcse.errors import CUDAGraphError, InvalidValueError
 from distcse.events import Event, LogMessage
 from distcse.losses import objective
@@ -51,6 +52,29 @@ def test_shapes_of_many_streams_are_recorded_less_often(streams: int, recorded: 
     for number in [*range(12), *range(12)]:
         step(engine, None, StepInputs(seeds, torch.zeros(number + 1)), 0.1)  # type: ignore[arg-type]
     assert recorder.recorded == recorded
+
+
+def test_a_seed_that_a_recording_does_not_know_or_use_is_refused() -> None:
+    """With no random states: what is not in the step's inputs would never change in replays."""
+    generator: Any = SimpleNamespace(
+        clone_state=lambda: generator, graphsafe_get_state=lambda: generator, graphsafe_set_state=id
+    )
+    rng = GraphRNG(SimpleNamespace(default_generators=[generator], current_device=lambda: 0), [3, 5])
+    rng.register(SimpleNamespace(register_generator_state=id))
+    rng.require_all()
+    with rng.drawing(3), pytest.raises(RuntimeError, match="not in the step's inputs"), rng.drawing(4):
+        pass
+    with pytest.raises(RuntimeError, match="not all integers of the step's inputs are seeds"):
+        rng.require_all()
+    with (
+        rng.drawing(5),
+        rng.drawing(5),
+        rng.drawing(5),
+        pytest.raises(RuntimeError, match="drawn from more than 3 times"),
+        rng.drawing(5),
+    ):
+        pass
+    rng.require_all()
 
 
 def test_a_failed_recording_is_an_error_or_continues_with_eager_steps(
