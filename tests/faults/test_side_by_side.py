@@ -1,4 +1,4 @@
-"""Concurrent processes: two runs that need the same table; a running run that another process resumes or evaluates."""
+"""Two concurrent runs that need the same table, and one that is killed while it embeds."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from typing import Any
 import pytest
 
 import tests.workers  # noqa: F401  (preloads the imports of the fork server)
-from distcse import cli
 from distcse.api import measure
-from distcse.devices.process import NO_GAIN
-from distcse.errors import ModelNotFoundError, RunInUseError
-from distcse.events import Event, Reporter, StepReport, ignore
+from distcse.errors import ModelNotFoundError
+from distcse.events import Reporter
 from distcse.recipe import Recipe, with_values
-from distcse.runs.directory import RunDirectory
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
@@ -49,11 +46,11 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path]) -> MakeRecipe:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start runs in separate processes; with a folder, resume the run in it."""
+    """Start runs in separate processes."""
     started: list[BaseProcess] = []
 
-    def begin(recipe: Recipe, folder: Path | None = None) -> BaseProcess:
-        process = multiprocessing.get_context("forkserver").Process(target=_run, args=(recipe, folder))
+    def begin(recipe: Recipe) -> BaseProcess:
+        process = multiprocessing.get_context("forkserver").Process(target=_run, args=(recipe,))
         process.start()
         started.append(process)
         return process
@@ -64,11 +61,11 @@ def start() -> Iterator[Start]:
         process.join()
 
 
-def _run(recipe: Recipe, folder: Path | None) -> None:
+def _run(recipe: Recipe) -> None:
     import torch
 
     torch.set_num_threads(1)
-    run(recipe, Reporter(), None if folder is None else RunDirectory(folder))
+    run(recipe, Reporter())
 
 
 def events(runs: Path, kind: str) -> list[dict[str, Any]]:
@@ -131,37 +128,3 @@ def test_two_runs_share_an_embedding_pass_and_one_takes_over_when_the_other_is_k
     assert embedded(tmp_path / "third") == 0
     (other,) = (tmp_path / "second").glob("*")
     assert_equal_weights(weights_of(third.directory.path), weights_of(other))
-
-
-def test_a_resumed_run_is_in_use_can_be_evaluated_and_can_be_resumed_once_killed(
-    recipe_with: MakeRecipe, start: Start, tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The model of the interrupted run is evaluated while another process continues the run, here between two of its steps."""
-    recipe = recipe_with("training.max_steps=300", "evaluation.eval_steps=20")
-    uninterrupted = run(with_runs_in(recipe, tmp_path / "uninterrupted"), Reporter())
-    steps: list[Event] = []
-    stops_while_training = Reporter(steps.append, lambda: sum(isinstance(event, StepReport) for event in steps) > 20)
-    interrupted = run(recipe, stops_while_training)
-    assert interrupted.train_result.interrupted
-    folder = interrupted.directory.path
-
-    def figure() -> float:
-        measured = measure({"student": str(folder)}, labelled, ["sts"], listen=ignore)
-        return measured.score("sts", "STS-B", "all", "student")
-
-    before = figure()
-    process = start(recipe, folder)
-    wait_for(lambda: [event for event in events(folder.parent, "StepReport") if event["step"] > 30])
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    assert figure() == before
-    capsys.readouterr()
-    for command in (["--resume", str(folder)], ["--rerun", str(folder)]):
-        assert cli.main(["train", *command]) == 1
-        loading, error = capsys.readouterr().err.splitlines()
-        assert "loading   PyTorch" in loading
-        assert f"[{RunInUseError.code}]" in error and str(folder) in error and f"process {process.pid} on" in error
-    process.kill()
-    process.join()
-    assert cli.main(["train", "--resume", str(folder), "--quiet"]) == (NO_GAIN if uninterrupted.unchanged else 0)
-    assert_equal_weights(weights_of(uninterrupted.directory.path), weights_of(folder))
