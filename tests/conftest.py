@@ -154,6 +154,17 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
 
 
 @pytest.fixture(scope="session")
+def shared_recipe(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]
+) -> Callable[..., Recipe]:
+    """Makes recipes as `recipe_with` does, in one folder of the session: their teachers embed the corpus once."""
+    from tests.jobs import make_recipe
+
+    folder, teachers = tmp_path_factory.mktemp("shared"), [tiny("minilm"), tiny("roberta")]
+    return lambda *overrides: make_recipe(folder, tiny("bert"), teachers, sentences, *overrides)
+
+
+@pytest.fixture(scope="session")
 def labelled(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> Path:
     """A data folder with small labelled sets."""
     from tests.labelled import make_data

@@ -27,7 +27,7 @@ Forward = Callable[..., Any]
 
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_weights_and_are_not_used_by_evaluations(
-    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    shared_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured by `torch.compile` for several batch shapes, and run by its backend that changes no kernel."""
     was_training: list[bool] = []
@@ -41,26 +41,28 @@ def test_compiled_layers_give_the_same_weights_and_are_not_used_by_evaluations(
 
         return counted
 
-    runs = [_train(recipe_with, monkeypatch, step) for step in (None, partial(_step, compile_forward=compile_forward))]
+    runs = [
+        _train(shared_recipe, monkeypatch, step) for step in (None, partial(_step, compile_forward=compile_forward))
+    ]
     assert_equal_weights(*runs)
     assert len(was_training) > 10 and all(was_training)
 
 
 @pytest.mark.slow
 def test_a_compiled_layer_draws_the_same_dropout_when_a_gradient_cache_recomputes_it(
-    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    shared_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TorchInductor draws other masks than PyTorch; a chunk has the same ones in both of its passes, or weights would differ."""
     step = partial(_step, compile_forward=compile_layer)
     chunks, streams = (
-        _train(recipe_with, monkeypatch, step, "training.max_steps=2", "evaluation.dev=none", part)
+        _train(shared_recipe, monkeypatch, step, "training.max_steps=2", "evaluation.dev=none", part)
         for part in ("training.grad_cache_chunk=8", "training.dropout_rng_streams=2")
     )
     assert_same_learning(chunks, streams)
 
 
 def test_a_layer_that_cannot_be_compiled_runs_uncompiled(
-    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    shared_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, reasons = list[int](), list[str]()
 
@@ -74,7 +76,7 @@ def test_a_layer_that_cannot_be_compiled_runs_uncompiled(
         return fails
 
     step = partial(_step, on_failure=reasons.append, compile_forward=compile_forward)
-    assert_equal_weights(_train(recipe_with, monkeypatch, None), _train(recipe_with, monkeypatch, step))
+    assert_equal_weights(_train(shared_recipe, monkeypatch, None), _train(shared_recipe, monkeypatch, step))
     assert reasons == ["no C compiler"] and len(calls) == 2
 
 
@@ -142,7 +144,7 @@ def _step(
 
 
 def _train(
-    recipe_with: MakeRecipe,
+    shared_recipe: MakeRecipe,
     monkeypatch: pytest.MonkeyPatch,
     make_step: Callable[[TakeStep], TakeStep] | None,
     *overrides: str,
@@ -155,6 +157,6 @@ def _train(
         # The padded batch on a CPU: packed layers have another forward pass.
         patch.setattr("distcse.models.fast_layers.can_pack", lambda *_: False)
         fixed = ("training.epochs=1", "student.pooling=mean", "training.engine=torch")
-        spec, tables = make_spec(recipe_with(*fixed, *overrides))
+        spec, tables = make_spec(shared_recipe(*fixed, *overrides))
         train(spec, tables, [])
         return weights_of(spec.run.path)

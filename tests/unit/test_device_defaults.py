@@ -72,8 +72,8 @@ def test_matrices_alone_are_halved(tiny: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(("max_length", "widths"), [(16, {8, 16}), (13, {8, 13})])
-def test_widths_on_a_gpu_are_multiples_of_8(max_length: int, widths: set[int], recipe_with: MakeRecipe) -> None:
-    spec, _ = make_spec(recipe_with(f"student.max_length={max_length}"))
+def test_widths_on_a_gpu_are_multiples_of_8(max_length: int, widths: set[int], shared_recipe: MakeRecipe) -> None:
+    spec, _ = make_spec(shared_recipe(f"student.max_length={max_length}"))
     loader = BatchLoader(spec, 0, 1)
     on_cpu = [loader.batch(step, torch.device("cpu"), max_length).streams[0][0] for step in range(8)]
     with simulated():
@@ -87,22 +87,22 @@ def test_widths_on_a_gpu_are_multiples_of_8(max_length: int, widths: set[int], r
             assert not wide.mask.cpu()[:, length:].any()
 
 
-def test_widths_are_kept_where_the_loss_counts_padding(recipe_with: MakeRecipe) -> None:
+def test_widths_are_kept_where_the_loss_counts_padding(shared_recipe: MakeRecipe) -> None:
     overrides = (
         "objective.rank=null",
         "objective.consistency=null",
         "objective.detection={generator: unread, reduction: all}",
     )
-    spec, _ = make_spec(recipe_with(*overrides))
+    spec, _ = make_spec(shared_recipe(*overrides))
     loader = BatchLoader(spec, 0, 1)
     narrow = loader.batch(0, torch.device("cpu"), 16).streams[0][0]
     with simulated():
         assert loader.batch(0, torch.device("gpu"), 16).streams[0][0].ids.shape == narrow.ids.shape
 
 
-def test_a_step_without_memory_says_how_to_continue(recipe_with: MakeRecipe) -> None:
+def test_a_step_without_memory_says_how_to_continue(shared_recipe: MakeRecipe) -> None:
     """The checkpoint is kept, and the run continues with the gradient cache that the message names."""
-    spec, tables = make_spec(recipe_with("training.max_steps=8", "evaluation.eval_steps=2"))
+    spec, tables = make_spec(shared_recipe("training.max_steps=8", "evaluation.eval_steps=2"))
     with simulated() as gpu:
         with (
             gpu.out_of_memory(at="distcse/training/engines", after=300, times=1000),

@@ -55,9 +55,9 @@ def assert_equal(one: Recipe, other: Recipe) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_gradient_equals_that_of_the_full_batch(recipe_with: MakeRecipe, dropout: float, precision: str) -> None:
+def test_the_gradient_equals_that_of_the_full_batch(shared_recipe: MakeRecipe, dropout: float, precision: str) -> None:
     chunks, streams = (
-        recipe_with(
+        shared_recipe(
             *WITHOUT_EVALUATION,
             f"student.dropout={dropout}",
             f"training.precision={precision}",
@@ -89,11 +89,11 @@ def test_the_discriminators_forward_pass_is_recomputed_with_the_same_edits(
     assert_equal(recipe("training.grad_cache_chunk=8"), recipe("training.dropout_rng_streams=2"))
 
 
-def test_saved_activations_do_not_grow_with_the_batch(recipe_with: MakeRecipe) -> None:
+def test_saved_activations_do_not_grow_with_the_batch(shared_recipe: MakeRecipe) -> None:
     def count_saved(*overrides: str) -> tuple[int, int]:
         """Count the floats that the forward pass saves for the backward pass, and the encoder's forward passes in a step."""
         spec, _ = make_spec(
-            recipe_with(*WITHOUT_EVALUATION, "objective.rank=null", "objective.consistency=null", *overrides)
+            shared_recipe(*WITHOUT_EVALUATION, "objective.rank=null", "objective.consistency=null", *overrides)
         )
         step, sizes = TrainingStep(spec, []), []
 
@@ -122,11 +122,11 @@ def _train_both(*runs: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_workers_and_deepspeed_give_the_same_weights(recipe_with: MakeRecipe) -> None:
+def test_two_workers_and_deepspeed_give_the_same_weights(shared_recipe: MakeRecipe) -> None:
     """Lists contain both workers' chunks."""
 
     def spec_of(*overrides: str) -> Any:
-        return make_spec(recipe_with(*WITHOUT_EVALUATION, "training.grad_cache_chunk=4", *overrides))
+        return make_spec(shared_recipe(*WITHOUT_EVALUATION, "training.grad_cache_chunk=4", *overrides))
 
     alone, together = spec_of(), spec_of()
     stages = [spec_of("training.engine=deepspeed", f"training.zero_stage={stage}") for stage in (2, 3)]
@@ -147,7 +147,7 @@ def test_two_workers_and_deepspeed_give_the_same_weights(recipe_with: MakeRecipe
     ],
 )
 def test_chunks_that_do_not_fit_are_refused(
-    recipe_with: MakeRecipe, overrides: tuple[str, ...], named: tuple[str, ...]
+    shared_recipe: MakeRecipe, overrides: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     with fails_with(InvalidValueError, *named):
-        recipe_with(*overrides)
+        shared_recipe(*overrides)

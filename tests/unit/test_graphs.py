@@ -78,7 +78,7 @@ def test_a_seed_that_a_recording_does_not_know_or_use_is_refused() -> None:
 
 
 def test_a_failed_recording_is_an_error_or_continues_with_eager_steps(
-    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    shared_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss that reads a number on the host cannot be recorded."""
     monkeypatch.setattr("distcse.training.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
@@ -92,7 +92,7 @@ def test_a_failed_recording_is_an_error_or_continues_with_eager_steps(
     runs, said = [], []
     for mode in ("auto", "off"):
         spec, tables = make_spec(
-            recipe_with(
+            shared_recipe(
                 "training.max_steps=3", "evaluation.dev=none", f"training.lr={2**-10}", f"training.cuda_graphs={mode}"
             )
         )
@@ -103,7 +103,7 @@ def test_a_failed_recording_is_an_error_or_continues_with_eager_steps(
         said.append([text for text in messages(events) if "steps run eagerly" in text])
     assert_equal_weights(*runs)
     assert len(said[0]) == 1 and "operation not permitted when stream is capturing" in said[0][0] and not said[1]
-    spec, tables = make_spec(recipe_with("training.max_steps=3", "evaluation.dev=none", GRAPHS))
+    spec, tables = make_spec(shared_recipe("training.max_steps=3", "evaluation.dev=none", GRAPHS))
     with simulated(), fails_with(CUDAGraphError, "operation not permitted", "training.cuda_graphs=off"):
         train(spec, tables)
     _, recipe = RunDirectory.reopen(spec.run.path, ["training.cuda_graphs=off"])
@@ -114,8 +114,8 @@ def messages(events: list[Event]) -> list[str]:
     return [event.text for event in events if isinstance(event, LogMessage)]
 
 
-def test_a_step_that_cannot_be_recorded_says_why(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with("training.max_steps=1", "training.gradient_accumulation=2"))
+def test_a_step_that_cannot_be_recorded_says_why(shared_recipe: MakeRecipe) -> None:
+    spec, tables = make_spec(shared_recipe("training.max_steps=1", "training.gradient_accumulation=2"))
     events: list[Event] = []
     with simulated():
         train(spec, tables, events)
@@ -123,17 +123,17 @@ def test_a_step_that_cannot_be_recorded_says_why(recipe_with: MakeRecipe) -> Non
 
 
 def test_attention_that_computes_the_padding_in_a_step_is_refused(
-    recipe_with: MakeRecipe, tiny: Callable[..., Any]
+    shared_recipe: MakeRecipe, tiny: Callable[..., Any]
 ) -> None:
-    spec, tables = make_spec(recipe_with(GRAPHS, f"student.backbone={tiny('modernbert')}"))
+    spec, tables = make_spec(shared_recipe(GRAPHS, f"student.backbone={tiny('modernbert')}"))
     with fails_with(CUDAGraphError, spec.recipe.student.backbone, "training.cuda_graphs=off"):
         train(spec, tables)
 
 
-def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeRecipe) -> None:
+def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(shared_recipe: MakeRecipe) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    spec, tables = make_spec(recipe_with(GRAPHS, "training.max_steps=2"))
+    spec, tables = make_spec(shared_recipe(GRAPHS, "training.max_steps=2"))
     events: list[Event] = []
     assert train(spec, tables, events).state.finished
     (warning,) = [event for event in events if isinstance(event, LogMessage) and "training.cuda_graphs" in event.text]
@@ -154,7 +154,7 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
     ],
 )
 def test_recipes_whose_steps_cannot_be_recorded_are_refused(
-    overrides: tuple[str, ...], fix: str, recipe_with: MakeRecipe
+    overrides: tuple[str, ...], fix: str, shared_recipe: MakeRecipe
 ) -> None:
     with fails_with(InvalidValueError, fix, "cuda_graphs: off"):
-        recipe_with(GRAPHS, *overrides)
+        shared_recipe(GRAPHS, *overrides)

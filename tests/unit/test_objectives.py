@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distcse.losses import (
+    Objective,
     TeacherOutputs,
     Views,
     build_objective,
@@ -85,6 +86,21 @@ def test_autocast_does_not_change_losses(computed_before: bool) -> None:
         mixed = mix_lists(torch.stack([lists, -lists]), [1, 2])
     assert torch.equal(plain, cast)
     assert torch.equal(mixed, mix_lists(torch.stack([lists, -lists]), [1, 2]))
+
+
+class Projected(nn.Module):
+    """A custom term with a matrix product, which autocast would round."""
+
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        return (views.z1 @ views.z2.T).sum()
+
+
+def test_no_term_runs_under_autocast() -> None:
+    views = gather_views(*(seeded(6, 5, seed=seed, dtype=torch.float32) for seed in (0, 1)))
+    objective = Objective({"projected": Projected()}, {"projected": 1.0})
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = objective(views)
+    assert loss.dtype == torch.float32 and torch.equal(loss, (views.z1 @ views.z2.T).sum())
 
 
 @pytest.mark.parametrize("length", [1, 2])

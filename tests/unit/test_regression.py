@@ -35,7 +35,7 @@ from distcse.teachers.targets import (
 )
 from tests.backends import run
 from tests.failures import fails_with
-from tests.jobs import make_recipe, make_spec
+from tests.jobs import make_spec
 from tests.unit.test_worker_vectors import clients_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -51,18 +51,9 @@ SHORT = ("training.max_steps=1", "evaluation.final_suites=[]")
 
 
 @pytest.fixture(scope="module")
-def recipe_with(
-    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]
-) -> MakeRecipe:
-    """Makes recipes of small jobs, which embed the corpus once."""
-    folder, teachers = tmp_path_factory.mktemp("targets"), [tiny("minilm"), tiny("roberta")]
-    return lambda *overrides: make_recipe(folder, tiny("bert"), teachers, sentences, *overrides)
-
-
-@pytest.fixture(scope="module")
-def first(recipe_with: MakeRecipe) -> Path:
+def first(shared_recipe: MakeRecipe) -> Path:
     """The folder of a run that fitted a projection."""
-    return run(recipe_with(*ONTO_ALL, *SHORT), Reporter()).directory.path
+    return run(shared_recipe(*ONTO_ALL, *SHORT), Reporter()).directory.path
 
 
 def test_errors_by_hand() -> None:
@@ -101,15 +92,15 @@ def test_the_projection_keeps_inner_products_and_is_rotated_towards_the_start() 
     np.testing.assert_allclose(narrow @ narrow.T, np.eye(4), atol=1e-5)
 
 
-def test_one_teacher_of_the_students_dimension_is_not_projected(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with(*ALONE, "objective.regression={teachers: [1]}"))
+def test_one_teacher_of_the_students_dimension_is_not_projected(shared_recipe: MakeRecipe) -> None:
+    spec, tables = make_spec(shared_recipe(*ALONE, "objective.regression={teachers: [1]}"))
     assert spec.targets is not None and spec.targets.projection is None
     rows = np.array([5, 0, 17])
     np.testing.assert_allclose(spec.targets.open().vectors(rows), tables[1].vectors(rows), atol=1e-6)
 
 
-def test_joined_targets_have_the_cosines_of_the_mixed_lists(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with(*ONTO_ALL))
+def test_joined_targets_have_the_cosines_of_the_mixed_lists(shared_recipe: MakeRecipe) -> None:
+    spec, tables = make_spec(shared_recipe(*ONTO_ALL))
     assert spec.targets is not None and spec.targets.projection is not None
     targets = spec.targets.open().vectors(np.arange(100))
     assert targets.shape == (100, 32)
@@ -122,8 +113,8 @@ def test_joined_targets_have_the_cosines_of_the_mixed_lists(recipe_with: MakeRec
     assert not Targets(tables, spec.targets.alphas, nothing).vectors(np.arange(3)).any(), "zero stays zero"
 
 
-def test_what_a_projection_keeps_is_measured_on_rows_that_it_was_not_fitted_to(recipe_with: MakeRecipe) -> None:
-    spec, _ = make_spec(recipe_with(*ONTO_ALL))
+def test_what_a_projection_keeps_is_measured_on_rows_that_it_was_not_fitted_to(shared_recipe: MakeRecipe) -> None:
+    spec, _ = make_spec(shared_recipe(*ONTO_ALL))
     assert spec.targets is not None and spec.targets.projection is not None
     joined = replace(spec.targets, projection=None).open().vectors(np.random.default_rng(0).permutation(384))
     file = spec.targets.projection.path
@@ -135,11 +126,11 @@ def test_what_a_projection_keeps_is_measured_on_rows_that_it_was_not_fitted_to(r
     np.testing.assert_allclose(again @ again.T, projection @ projection.T, atol=1e-4)
 
 
-def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, first: Path, tmp_path: Path) -> None:
+def test_students_of_one_projection_lie_in_one_space(shared_recipe: MakeRecipe, first: Path, tmp_path: Path) -> None:
     """A student of one layer takes the projection that was fitted to the start of the first, and so has the same targets."""
     shared = (*ONTO_ALL, f"objective.regression.projection={first}", "student.layers=[0]")
-    spec, _ = make_spec(recipe_with(*shared))
-    with_another, _ = make_spec(recipe_with(*ONTO_ALL, "student.layers=[0]"))
+    spec, _ = make_spec(shared_recipe(*shared))
+    with_another, _ = make_spec(shared_recipe(*ONTO_ALL, "student.layers=[0]"))
     rows = np.arange(20)
     targets, fitted = (each.targets.open().vectors(rows) for each in (spec, with_another) if each.targets is not None)
     joined = Targets(*_opened(spec), Projection.read(first / "projection.safetensors").matrix).vectors(rows)
@@ -147,7 +138,7 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, fi
     assert np.abs(targets - fitted).max() > 0.1
 
     events: list[Event] = []
-    other_weights = recipe_with(*shared, "teachers.encoders.0.alpha=7")
+    other_weights = shared_recipe(*shared, "teachers.encoders.0.alpha=7")
     with fails_with(InvalidValueError, "objective.regression.projection", str(first), "alpha"):
         run(other_weights, Reporter(events.append))
     with fails_with(InvalidValueError, "objective.regression.projection", str(first), "alpha"):
@@ -159,9 +150,9 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, fi
     other = Projection(np.eye(64, 16, dtype=np.float32), spec.targets.key, 1.0)
     other.write(open_store(narrow) / "projection.safetensors")
     with fails_with(InvalidValueError, "objective.regression.projection", "16 dimensions", "32"):
-        make_spec(recipe_with(*ONTO_ALL, f"objective.regression.projection={narrow}"))
+        make_spec(shared_recipe(*ONTO_ALL, f"objective.regression.projection={narrow}"))
     with fails_with(InvalidValueError, "objective.regression.projection", str(tmp_path), "no projection.safetensors"):
-        run(recipe_with(*ONTO_ALL, f"objective.regression.projection={tmp_path}"), Reporter())
+        run(shared_recipe(*ONTO_ALL, f"objective.regression.projection={tmp_path}"), Reporter())
 
 
 def _opened(spec: TrainSpec) -> tuple[list[EmbeddingTable], Sequence[float]]:
@@ -170,10 +161,10 @@ def _opened(spec: TrainSpec) -> tuple[list[EmbeddingTable], Sequence[float]]:
 
 
 def test_a_run_that_has_its_copy_of_a_projection_needs_the_other_run_no_more(
-    recipe_with: MakeRecipe, first: Path, tmp_path: Path
+    shared_recipe: MakeRecipe, first: Path, tmp_path: Path
 ) -> None:
     other = shutil.copytree(first, tmp_path / "other")
-    shared = recipe_with(*ONTO_ALL, f"objective.regression.projection={other}", *SHORT)
+    shared = shared_recipe(*ONTO_ALL, f"objective.regression.projection={other}", *SHORT)
     second = run(shared, Reporter()).directory.path
     shutil.rmtree(other)
     corpus = read_corpus(shared, Reporter())
@@ -182,13 +173,13 @@ def test_a_run_that_has_its_copy_of_a_projection_needs_the_other_run_no_more(
         require_shared_projection(shared, corpus)
 
 
-def test_invalid_recipes_and_damaged_projections_are_refused(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+def test_invalid_recipes_and_damaged_projections_are_refused(shared_recipe: MakeRecipe, tmp_path: Path) -> None:
     with fails_with(InvalidValueError, "objective.regression.teachers", "[2]", "0 to 1"):
-        recipe_with(*ALONE, "objective.regression={teachers: [2]}")
+        shared_recipe(*ALONE, "objective.regression={teachers: [2]}")
     with fails_with(InvalidValueError, "objective.regression", "student.projection: none"):
-        recipe_with("objective.regression={}")
+        shared_recipe("objective.regression={}")
     with fails_with(InvalidValueError, "objective.regression", "teachers"):
-        recipe_with(*ALONE, "teachers.encoders=[]", "objective.regression={}")
+        shared_recipe(*ALONE, "teachers.encoders=[]", "objective.regression={}")
     (tmp_path / "damaged").write_bytes(b"nothing")
     with fails_with(EmbeddingTableError, str(tmp_path / "damaged")):
         Projection.read(tmp_path / "damaged")
@@ -224,9 +215,9 @@ def test_targets_are_read_ahead_of_the_step(tmp_path: Path) -> None:
 
 
 def test_a_training_that_fails_closes_its_reader_of_targets(
-    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    shared_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = recipe_with(*ALONE, "objective.regression={teachers: [1]}", "evaluation.dev=none")
+    recipe = shared_recipe(*ALONE, "objective.regression={teachers: [1]}", "evaluation.dev=none")
     spec, tables = make_spec(recipe)
     readers: list[TargetReader] = []
     vectors = TargetReader.vectors

@@ -86,10 +86,10 @@ def all_lists(cases: list[Case], first: int = 0) -> list[Lists]:
     return [lists_of(spec, tables, first) for spec, tables in cases]
 
 
-def test_lists_of_workers_equal_those_of_servers(recipe_with: MakeRecipe) -> None:
+def test_lists_of_workers_equal_those_of_servers(shared_recipe: MakeRecipe) -> None:
     """With one worker and with two; and with a rank-space teacher, which keeps its server. No other server is asked."""
     rank_space = ("teachers.encoders.0.similarity=rank", "teachers.encoders.0.num_references=50")
-    served = [make_spec(recipe_with("training.epochs=2", *overrides)) for overrides in ((), rank_space)]
+    served = [make_spec(shared_recipe("training.epochs=2", *overrides)) for overrides in ((), rank_space)]
     computed = [(with_worker_tables(spec, tables), tables) for spec, tables in served]
     assert [spec.worker_tables.keys() for spec, _ in computed] == [{0, 1}, {1}]
     expected = all_lists(served)
@@ -108,8 +108,8 @@ def test_lists_of_workers_equal_those_of_servers(recipe_with: MakeRecipe) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_resumes_to_the_same_weights_also_on_other_workers(recipe_with: MakeRecipe) -> None:
-    recipe = recipe_with("training.dropout_rng_streams=2")
+def test_a_run_resumes_to_the_same_weights_also_on_other_workers(shared_recipe: MakeRecipe) -> None:
+    recipe = shared_recipe("training.dropout_rng_streams=2")
     servers, tables = make_spec(recipe)
     train_with(servers, tables)
     weights = []
@@ -126,8 +126,10 @@ def test_a_run_resumes_to_the_same_weights_also_on_other_workers(recipe_with: Ma
     assert_same_learning(weights[0], weights_of(moved.run.path))
 
 
-def test_a_gpu_computes_the_lists_and_the_host_never_waits(recipe_with: MakeRecipe, simulated_gpu: Simulation) -> None:
-    spec, tables = make_spec(recipe_with("training.epochs=2"))
+def test_a_gpu_computes_the_lists_and_the_host_never_waits(
+    shared_recipe: MakeRecipe, simulated_gpu: Simulation
+) -> None:
+    spec, tables = make_spec(shared_recipe("training.epochs=2"))
     expected = lists_of(spec, tables)
     task = task_of(with_worker_tables(spec, tables), tables)
     device = torch.device("gpu")
@@ -143,9 +145,9 @@ def test_a_gpu_computes_the_lists_and_the_host_never_waits(recipe_with: MakeReci
     assert_close([found], [expected])
 
 
-def test_servers_without_lists_to_compute_are_refused(recipe_with: MakeRecipe) -> None:
+def test_servers_without_lists_to_compute_are_refused(shared_recipe: MakeRecipe) -> None:
     on_ray = ("training.workers=1", "teachers.num_servers=2")
     with fails_with(UnsuitableTeacherError, "teachers.num_servers", "teachers.serve: actor"):
-        require_vectors(recipe_with(*on_ray))
+        require_vectors(shared_recipe(*on_ray))
     for served in ("teachers.serve=actor", "teachers.mode=live", "teachers.encoders.0.similarity=rank"):
-        require_vectors(recipe_with(*on_ray, served))
+        require_vectors(shared_recipe(*on_ray, served))
