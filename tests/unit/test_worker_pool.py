@@ -232,6 +232,26 @@ def test_slots_of_lost_nodes_are_not_given_away() -> None:
     ]
 
 
+def test_steps_are_measured_after_the_loss_of_a_node_and_estimated_by_size_before() -> None:
+    pool = Pool(2, only=1.0, waits=1.0)
+    pool.acquire("only")
+    pool.acquire("waits", has_labels=False)
+    pool.wait(only=2)
+    pool.pool.measure_steps("only", 20, 1.0)
+    only, waits = pool.members["only"], pool.members["waits"]
+    assert (only.passes, only.pass_s) == (PAIRS + 80 * 3 * BATCH, 2.0 / (3 * BATCH)), "two workers"
+    assert len(pool.pool.exchange("only", Reporter())) == 2
+    pool.pool.measure_steps("only", 15, 1.0)
+    assert only.passes == PAIRS + 85 * 3 * BATCH
+    pool.pool.begin_scoring("only")
+    pool.pool.measure_steps("only", 16, 9.0)
+    assert (only.passes, only.pass_s) == (PAIRS, 2.0 / (3 * BATCH)), "a step that arrived late"
+    waits.pass_s, waits.parameters = None, 3e6
+    found = pool.pool.remaining("waits", waits, begins_scoring=False)
+    assert found.alone_s == pytest.approx(3 * 2.0 * STEPS + 3 * 2.0 * PAIRS / (3 * BATCH))
+    pool.stop()
+
+
 # -- groups that share workers --------------------------------------------------------------------------------------------
 
 
