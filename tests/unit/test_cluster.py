@@ -18,13 +18,14 @@ from unittest.mock import patch
 import pytest
 import ray
 from ray.autoscaler import sdk
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
 from distcse.cluster import backend, nodes, shared_storage
 from distcse.cluster.backend import RayBackend, RayCluster, choose_backend
 from distcse.cluster.cluster import ClusterConfig, StartingCluster, cluster, fix_of_joining, start_ray, starting_ray
 from distcse.cluster.group_actors import open_group_store
 from distcse.cluster.health import check_cluster
+from distcse.cluster.heartbeat import HeartbeatMonitor
 from distcse.cluster.nodes import DrainNotices, ResourceWatchdog
 from distcse.cluster.shared_storage import check_paths
 from distcse.cluster.teacher_servers import server_of
@@ -216,6 +217,21 @@ def test_the_port_of_a_process_group_stays_bound_until_all_have_joined() -> None
         taker.bind(("", store.port))
     store.set("key", "value")
     assert open_group_store("127.0.0.1", store.port, workers=2).get("key") == b"value"
+
+
+def test_an_owner_of_actors_that_answers_too_late_is_asked_again() -> None:
+    calls, is_asked_again = [0], threading.Event()
+
+    def find_actors() -> dict[str, Any]:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise GetTimeoutError("no answer in time")
+        if calls[0] == 3:
+            is_asked_again.set()
+        return {}
+
+    with HeartbeatMonitor(0.01, pytest.fail, find_actors):
+        assert is_asked_again.wait(60)
 
 
 def test_the_recipe_selects_the_backend(
