@@ -101,10 +101,6 @@ class CUDAGraph:
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
-    def reset(self) -> None:
-        """Free the recording."""
-        self.__init__()  # type: ignore[misc]
-
 
 @contextmanager
 def graph(

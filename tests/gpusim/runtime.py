@@ -76,9 +76,6 @@ class GpuModule:
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
-    def is_bf16_supported(self) -> bool:
-        return True
-
     def synchronize(self, device: Any = None) -> None:
         if not is_active():  # PyTorch's profiler calls it, whatever is profiled
             return
@@ -92,23 +89,8 @@ class GpuModule:
     def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
         active().memory_fraction = fraction
 
-    def get_per_process_memory_fraction(self, device: Any = None) -> float:
-        if device is not None and torch.device(device).index is None:
-            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got: {device}")
-        return active().memory_fraction
-
     def memory_allocated(self, device: Any = None) -> int:
         return active().allocated_bytes
-
-    memory_reserved = memory_allocated
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return active().peak_bytes
-
-    max_memory_reserved = max_memory_allocated
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        active().peak_bytes = active().allocated_bytes
 
     def empty_cache(self) -> None:
         """Do nothing: memory is not cached."""

@@ -91,24 +91,9 @@ class Stream:
         active().wait("stream.synchronize")
         self.finish()
 
-    def query(self) -> bool:
-        """Return True: all work is done when the host asks."""
-        self.finish()
-        return True
-
     def wait_stream(self, stream: Stream) -> None:
         """Order this stream's next work behind all of another stream's."""
         self._order_behind(stream.copies)
-
-    def wait_event(self, event: Event) -> None:
-        """Order this stream's next work behind an event."""
-        self._order_behind(event.copies)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        """Record an event here."""
-        event = event or Event()
-        event.record(self)
-        return event
 
     def _order_behind(self, copies: Iterable[Copy]) -> None:
         for copy in copies:
@@ -132,15 +117,6 @@ class Event:
         """Wait for the recorded work."""
         active().wait("event.synchronize")
         _finish(self.copies)
-
-    def query(self) -> bool:
-        """Return True: the recorded work is done when the host asks."""
-        _finish(self.copies)
-        return True
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Order a stream's next work behind the recorded work."""
-        (stream or current_stream()).wait_event(self)
 
     def elapsed_time(self, end: Event) -> float:
         """Return the host's milliseconds between two records, at least a thousandth."""
