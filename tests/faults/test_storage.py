@@ -110,6 +110,12 @@ def test_a_name_resolves_to_a_folder_or_an_addresss_mirror(bucket: str, tmp_path
     assert not open_store(tmp_path / "mirror" / "s3").is_remote
 
 
+def test_equal_buckets_of_two_servers_have_separate_mirrors(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_store("s3://bucket/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other:9000")
+    assert open_store("s3://bucket/x") != first
+
+
 @pytest.mark.parametrize(
     "name",
     ["http://host/x", "s3://", "s3://bucket/../other", "s3://KEY:SECRET@bucket/x", "s3://bucket/x?secret_key=SECRET"],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from distcse.events import Event, LogMessage
 from distcse.losses import objective
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
+from distcse.training import cuda_graphs as graphs
 from distcse.training.cuda_graphs import CudaGraphStep
 from distcse.training.task import StepInputs
 from tests.failures import fails_with
@@ -120,6 +121,20 @@ def test_a_step_that_cannot_be_recorded_says_why(shared_recipe: MakeRecipe) -> N
     with simulated():
         train(spec, tables, events)
     assert [text for text in messages(events) if "to record them, write training.gradient_accumulation: 1" in text]
+
+
+def test_the_first_error_of_a_recording_is_raised() -> None:
+    """Leaving a failed recording raises a second error."""
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), graphs.first_error(recording()):
+        raise RuntimeError("operation not permitted when stream is capturing")
 
 
 def test_attention_that_computes_the_padding_in_a_step_is_refused(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import distcse
@@ -15,7 +16,7 @@ from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryErro
 from distcse.events import Event, Reporter, StepReport
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory, check_stored, recorded
-from distcse.runs.reference_run import ReferenceRun
+from distcse.runs.reference_run import ReferenceRun, load_run_weights
 from distcse.storage import dump_checked_json, load_checked_json
 from tests.failures import fails_with
 from tests.jobs import make_recipe
@@ -85,6 +86,16 @@ def test_a_rerun_has_bitwise_equal_weights(
         and record["max_difference"] == 0.0
     )
     assert (again / "model" / "model.safetensors").read_bytes() == (run / "model" / "model.safetensors").read_bytes()
+
+
+def test_weights_after_the_backbone_are_compared_too(run: Path) -> None:
+    """The linear layers after pooling have separate folders. Files in the model's `distcse` folder are not compared."""
+    saved = set(load_run_weights(run, ["model"]))
+    (run / "model" / "2_Dense").mkdir()
+    (run / "model" / "distcse").mkdir(exist_ok=True)
+    for folder in ("2_Dense", "distcse"):
+        save_file({"linear.weight": torch.ones(2)}, run / "model" / folder / "model.safetensors")
+    assert set(load_run_weights(run, ["model"])) - saved == {"model/2_Dense/linear.weight"}
 
 
 def test_the_largest_difference_of_weights_is_reported(

@@ -13,7 +13,7 @@ from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryErro
 from distcse.events import DevScore, Reporter
 from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, read_sweep, with_values
 from distcse.runs.backend import LocalBackend
-from distcse.runs.directory import RunDirectory
+from distcse.runs.directory import RunDirectory, refuse_changes
 from distcse.runs.experiment import experiment_of
 from distcse.runs.lease import Lease
 from distcse.storage import atomic_write, open_store
@@ -182,3 +182,11 @@ def test_a_sweep_is_not_resumed_on_other_data(tmp_path: Path, tiny: Callable[...
             trials.prepare(LocalBackend(), Reporter(), directory)
         file.write_text(before)
         trials.prepare(LocalBackend(), Reporter(), directory)
+
+
+def test_a_key_whose_name_begins_with_one_that_may_change_is_refused(recipe: Path) -> None:
+    stored = read_recipe(str(recipe))
+    refuse_changes(stored, ["training.engine", "training.deepspeed.bf16", "loggers", "loggers.mlflow.uri"])
+    for key in ("training.engine_of_mine", "loggers_of_mine.tensorboard", "storage.cached", "training"):
+        with fails_with(FrozenKeyError, f"{key} cannot change"):
+            refuse_changes(stored, ["training.engine", key])
