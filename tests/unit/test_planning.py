@@ -23,7 +23,7 @@ from distcse.planning.machines import GPUS, Cluster, Machine, parse_cluster
 from distcse.planning.sizes import Lengths, assumed_lengths, read_lengths, read_shape
 from distcse.planning.text import scaling, student_advice, student_problems
 from distcse.preflight.precision import decide_precisions
-from distcse.recipe import EncoderSection, Recipe, recipe_yaml
+from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
 from distcse.recipe import load_recipe as load_undecided
 from distcse.runs.distillation.processes import roles_on
 from tests.commands import command
@@ -128,6 +128,15 @@ def test_a_step_counts_both_views_discriminator_and_generator() -> None:
     assert without_dropout.passes(8)[0].texts == 8  # one pass computes both views
 
 
+def test_gradcache_saves_activations_for_another_forward_pass() -> None:
+    plain, chunks = (
+        plan_of(load_recipe(RANKCSE, ["training.workers=1", *override]))
+        for override in ([], ["training.grad_cache_chunk=8"])
+    )
+    assert 1.25 < chunks.step_flops(1, 128) / plain.step_flops(1, 128) < 1 + 15 / 16 / 3
+    assert chunks.memory_of(1, 128, 0)["activations"] < plain.memory_of(1, 128, 0)["activations"] / 8
+
+
 # Recorded runs
 
 
@@ -205,6 +214,27 @@ def test_a_zero_stage_divides_its_states(stage: int, by_hand: tuple[int, ...]) -
     assert tuple(worker_memory(100, stage, 4, 0.0, 0.0).values())[:4] == by_hand
     alone = worker_memory(100, 0, 1, 0.0, 0.0)
     assert sum(alone.values()) - alone["process"] == 1600  # 16 bytes per parameter
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("bert", "fp32"), ("distilbert", "bf16")])
+def test_activations_are_within_a_factor_of_two_of_those_that_autograd_saves(
+    kind: str, precision: str, tiny: Callable[..., Path]
+) -> None:
+    section = StudentSection(backbone=str(tiny(kind)), pooling="mean", max_length=64)
+    encoder, ids, saved = Encoder.from_section(section).train(), torch.randint(5, 100, (8, 24)), dict[int, int]()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in encoder.parameters()}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, precision == "bf16"):
+        encoder(ids, torch.ones_like(ids))
+    texts, length = ids.shape
+    work = Pass(read_shape(section), texts, length, True, precision)
+    assert 0.5 < work.saved_bytes("cpu") / sum(saved.values()) < 2
 
 
 def test_a_table_has_the_estimated_bytes(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
