@@ -1,8 +1,9 @@
-"""Shortcuts of frozen models change no result, and a run uses every shortcut. Of trained models: test_last_layer.py."""
+"""Shortcuts of frozen and of trained models change no vector, loss or gradient: kernels, last layer, packing, dropout."""
 
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
@@ -12,18 +13,24 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
 
 from distcse.api import run
 from distcse.events import Reporter
-from distcse.models import CrossEncoder, Encoder
-from distcse.models.cpu_kernels import is_faster, use_mkldnn_linear
+from distcse.losses import gather_views
+from distcse.models import CrossEncoder, Encoder, pool
+from distcse.models.cpu_kernels import Dropout, dropout, fast_dropout, is_faster, use_mkldnn_linear
+from distcse.models.fast_layers import can_pack, can_stop_at_one, worth_packing
+from distcse.models.folder import model_class
+from distcse.models.student import layers_of
 from distcse.rank_space import RankSpace, rank_space
 from distcse.recipe import TeacherSection
 from distcse.teachers.kinds import kind_of
 from tests.backends import run_mutual
+from tests.counting import NumbersRead
 from tests.jobs import make_recipe
-from tests.models import make_masked_lm
+from tests.models import make_cross_encoder, make_family, make_masked_lm
 from tests.pairs import make_mutual_recipe
 
 needs_kernels = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
@@ -161,3 +168,265 @@ def test_frozen_matrices_are_fp16_on_a_gpu(
     half, plain = Encoder.from_section(section, torch.float16).eval(), Encoder.from_section(section).eval()
     found, expected = (each.encode(sentences[:50], precision="fp16", normalize=True) for each in (half, plain))
     assert found.dtype == np.float32 and np.abs(found @ found.T - expected @ expected.T).max() < 2e-3
+
+
+BACKBONES = [
+    *(("bert", "eager"), ("bert", "sdpa"), ("roberta", "sdpa"), ("xlm-roberta", "eager"), ("camembert", "sdpa")),
+    *(("electra", "eager"), ("distilbert", "eager"), ("distilbert", "sdpa")),
+]
+"""Families and attentions: all families of the shortcuts, and both attentions of each kind of layer that has them."""
+
+
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 40,
+    "pad_token_id": 1,
+}
+DISTIL = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64, "vocab_size": 60, "max_position_embeddings": 40}
+
+
+class MaskTokenizer:
+    """The attributes of a tokenizer that a forward pass uses."""
+
+    mask_token_id = 5
+
+
+def backbone_of(family: str, attention: str = "eager", **others: Any) -> nn.Module:
+    sizes = DISTIL if family == "distilbert" else SMALL
+    config = AutoConfig.for_model(family, **sizes, **others, attn_implementation=attention)
+    torch.manual_seed(0)
+    model: nn.Module = AutoModel.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)  # far from 0, so that attention differs between tokens
+    return model
+
+
+def batch(left: bool = False) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(6, 60, (6, 11))
+    mask = (torch.arange(11) < torch.tensor([11, 3, 7, 5, 11, 2])[:, None]).long()
+    ids[:, 1] = MaskTokenizer.mask_token_id
+    return (ids.flip(1), mask.flip(1)) if left else (ids, mask)
+
+
+def plain_vectors(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
+    """Compute every token in every layer, then pool."""
+    hidden = encoder.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
+    return pool(encoder.pooling, hidden, mask, ids == MaskTokenizer.mask_token_id)
+
+
+def loss_and_gradient(encoder: Encoder, vectors: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return a contrastive loss of vectors, and its gradient."""
+    loss = -(gather_views(vectors, vectors.flip(0)).similarities / 0.05).log_softmax(dim=1).diagonal().mean()
+    parameters = [p for n, p in encoder.backbone.named_parameters() if "pooler" not in n]
+    return loss.detach(), [g for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
+
+
+def assert_equal(encoder: Encoder, ids: Tensor, mask: Tensor, index: Tensor | None = None) -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(ids, mask, index), plain_vectors(encoder, ids, mask), atol=1e-6, rtol=1e-5)
+    fast, slow = encoder(ids, mask, index), plain_vectors(encoder, ids, mask)
+    (loss, gradient), (plain, expected) = loss_and_gradient(encoder, fast), loss_and_gradient(encoder, slow)
+    torch.testing.assert_close(loss, plain, atol=1e-6, rtol=1e-6)
+    assert len(gradient) == len(expected) >= 20
+    difference = torch.cat([(a - b).flatten() for a, b in zip(gradient, expected, strict=True)]).norm()
+    assert difference <= 5e-6 * torch.cat([b.flatten() for b in expected]).norm()
+
+
+def test_a_backbone_without_a_list_of_layers_computes_the_full_last_layer(tmp_path: Path) -> None:
+    """ALBERT, which repeats one layer."""
+    encoder = Encoder(backbone_of("albert", embedding_size=8), MaskTokenizer(), "cls", 11).eval()
+    assert not can_stop_at_one(encoder.backbone)
+    ids = torch.arange(4, 15).expand(2, 11)
+    with torch.no_grad():
+        hidden = encoder.backbone(ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        torch.testing.assert_close(encoder(ids, torch.ones_like(ids)), hidden[:, 0])
+
+
+@pytest.mark.parametrize(("family", "attention"), BACKBONES)
+def test_loss_and_gradient_equal_those_of_a_full_layer(family: str, attention: str) -> None:
+    no_dropout = {"dropout": 0.0, "attention_dropout": 0.0}
+    if family != "distilbert":
+        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    encoder = Encoder(backbone_of(family, attention, **no_dropout), MaskTokenizer(), "cls", 11).train()
+    assert can_stop_at_one(encoder.backbone)
+    rows: list[tuple[int, ...]] = []
+    encoder.backbone.register_forward_hook(lambda _, inputs, output: rows.append(tuple(output.last_hidden_state.shape)))
+    assert_equal(encoder, *batch())
+    assert rows[0] == (6, 1, 32) and rows[1] == (6, 11, 32)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("pooling", ["cls", "last_token", "mask"])
+def test_the_token_may_have_any_position(pooling: Any, left: bool) -> None:
+    encoder = Encoder(backbone_of("bert", "sdpa"), MaskTokenizer(), pooling, 11).eval()
+    assert_equal(encoder, *batch(left))
+
+
+def test_other_poolings_and_layers_use_the_plain_forward_pass() -> None:
+    passed: list[int] = []
+    for encoder in (
+        Encoder(backbone_of("bert"), MaskTokenizer(), "mean", 11),
+        Encoder(backbone_of("deberta-v2", relative_attention=True), MaskTokenizer(), "cls", 11),
+    ):
+        encoder.backbone.register_forward_hook(
+            lambda _, inputs, output: passed.append(output.last_hidden_state.shape[1])
+        )
+        assert_equal(encoder.eval(), *batch())
+    assert not can_stop_at_one(backbone_of("bert", is_decoder=True))
+    custom = backbone_of("bert")
+    custom.encoder.layer[-1].__class__ = type("BertLayer", (type(custom.encoder.layer[-1]),), {})  # of custom code
+    assert not can_stop_at_one(custom)
+    assert set(passed) == {11}
+
+
+def test_only_the_last_layers_dropout_differs_and_the_layer_is_restored() -> None:
+    encoder = Encoder(backbone_of("bert"), MaskTokenizer(), "cls", 11).train()
+    seen: list[Tensor] = []
+    encoder.backbone.encoder.layer[1].register_forward_hook(lambda _, inputs, output: seen.append(output))
+    ids, mask = batch()
+    torch.manual_seed(3)
+    one = encoder(ids, mask)
+    torch.manual_seed(3)
+    plain_vectors(encoder, ids, mask)
+    assert torch.equal(seen[0], seen[1])
+    torch.manual_seed(3)
+    assert torch.equal(encoder(ids, mask), one)
+    assert all("forward" not in module.__dict__ for module in encoder.modules())
+
+
+@pytest.mark.parametrize("kind", ["roberta", "distilbert", "modernbert"])
+def test_a_cross_encoder_has_the_scores_of_the_plain_forward_pass(
+    kind: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    encoder = CrossEncoder.load(make_cross_encoder(tmp_path, tiny(kind))).eval()
+    shapes: list[int] = []
+    encoder.model.base_model.register_forward_hook(
+        lambda _, inputs, output: shapes.append(output.last_hidden_state.shape[1])
+    )
+    ids, mask = batch()
+    ids = ids.clamp(max=50)
+    output, plain = encoder(ids, mask), encoder.model(input_ids=ids, attention_mask=mask).logits[:, 0]
+    torch.testing.assert_close(output, plain, atol=1e-6, rtol=1e-5)
+    parameters = [p for p in encoder.parameters() if p.requires_grad]
+    for one, other in zip(*(torch.autograd.grad(x.square().sum(), parameters) for x in (output, plain)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    assert shapes == [11 if kind == "modernbert" else 1, 11]  # its layers use the plain forward pass
+
+
+@pytest.mark.parametrize(("family", "attention"), BACKBONES)
+def test_a_prepared_mask_hides_the_same_tokens_as_transformers_mask(family: str, attention: str) -> None:
+    encoder = Encoder(backbone_of(family, attention), MaskTokenizer(), "mean", 11).eval()
+    ids, mask = batch()
+    with NumbersRead() as read, torch.no_grad():
+        output = encoder(ids, mask)
+    torch.testing.assert_close(output, plain_vectors(encoder, ids, mask), atol=1e-6, rtol=1e-5)
+    assert not read.names
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize(
+    ("family", "pooling"),
+    [
+        ("bert", "cls"),
+        ("bert", "mean"),
+        ("roberta", "last_token"),
+        ("distilbert", "mean"),
+        ("distilbert", "last_token"),
+    ],
+)
+def test_packed_batches_have_the_loss_and_gradient_of_padded_ones(family: str, pooling: Any, left: bool) -> None:
+    encoder = Encoder(backbone_of(family), MaskTokenizer(), pooling, 11).eval()
+    ids, mask = batch(left)
+    if left and family != "distilbert":
+        ids = ids.masked_fill(mask == 0, 1)  # RoBERTa's positions begin at the first token that is not padding
+    processed: list[int] = []
+    linears = [m for m in layers_of(encoder.backbone)[1].modules() if isinstance(m, nn.Linear) and m.in_features == 64]
+    linears[0].register_forward_hook(lambda _, inputs, output: processed.append(inputs[0].shape[:2].numel()))
+    assert_equal(encoder, ids, mask, mask.flatten().nonzero()[:, 0])
+    assert processed[0] == mask.sum() and processed[1] == mask.numel()
+    assert all("forward" not in module.__dict__ for module in encoder.modules())
+
+
+def test_full_batches_fused_attention_and_unknown_layers_are_not_packed() -> None:
+    ids, mask = batch()
+    index = mask.flatten().nonzero()[:, 0]
+    assert can_pack(backbone_of("bert"), mask)
+    assert not can_pack(backbone_of("bert", "sdpa"), mask)
+    assert not can_pack(backbone_of("modernbert"), mask)
+    assert worth_packing(np.array([[11, 3, 7], [5, 11, 2]]))
+    assert not worth_packing(np.array([[11, 11, 10], [2, 2, 2]]))
+    assert_equal(Encoder(backbone_of("modernbert"), MaskTokenizer(), "cls", 11).eval(), ids, mask, index)
+
+
+@pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.float32), (0.5, torch.bfloat16), (0.9, torch.float32)])
+def test_a_fraction_p_is_zero_and_the_mean_is_kept(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    values = torch.ones(1001, 999, dtype=dtype)
+    found = dropout(values, p, True)
+    assert found.dtype == dtype and found.shape == values.shape
+    (scale,) = found[found != 0].unique().tolist()
+    assert abs(1 - p - (found != 0).float().mean().item()) < 2e-3  # four standard deviations
+    assert scale == pytest.approx(1 / (1 - p), rel=1e-4 if dtype == torch.float32 else 4e-3)
+
+
+def test_dropped_values_are_independent() -> None:
+    """Also those of neighbors, rows and columns, and those whose random numbers share a draw."""
+    torch.manual_seed(0)
+    dropped = (dropout(torch.ones(1000, 1000), 0.5, True) == 0).float() - 0.5
+    for lag in (1, 2, 3, 4, 5, 1000):
+        flat = dropped.flatten()
+        assert abs((flat[lag:] * flat[:-lag]).mean().item()) < 1.2e-3, lag  # five standard deviations, 5 · 1/4 · 1/√n
+
+
+def test_dropout_is_reproducible_by_seed_and_masks_the_gradient() -> None:
+    values = torch.randn(7, 5, requires_grad=True)
+    torch.manual_seed(3)
+    first = dropout(values, 0.3, True)
+    torch.manual_seed(3)
+    assert torch.equal(first, dropout(values, 0.3, True))
+    assert not torch.equal(first, dropout(values, 0.3, True))
+    first.sum().backward()
+    assert values.grad is not None
+    torch.testing.assert_close(values.grad * values.detach(), first.detach())
+
+
+def test_without_training_or_with_p_0_nothing_is_dropped() -> None:
+    values = torch.randn(4, 3)
+    assert torch.equal(dropout(values, 0.5, False), values) and torch.equal(dropout(values, 0.0, True), values)
+    assert torch.isfinite(dropout(values, 1 - 1e-9, True)).all() and dropout(values[:0], 0.5, True).shape == (0, 3)
+
+
+def test_only_the_dropout_layers_of_a_model_are_replaced() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25), nn.Sequential(nn.AlphaDropout(0.5)))
+    names = list(model.state_dict())
+    fast_dropout(model)
+    assert [type(module) for module in model] == [nn.Linear, Dropout, nn.Sequential]
+    assert type(model[2][0]) is nn.AlphaDropout
+    assert list(model.state_dict()) == names and model[1].p == 0.25
+
+
+@pytest.mark.parametrize("family", ["albert", "electra", "mt5", "bart"])
+def test_dropout_counts_only_where_two_passes_differ(family: str, sentences: list[str], tmp_path: Path) -> None:
+    """Each probability of a family's config by itself: heads have some, too, and a backbone may skip layers."""
+    source = make_family(tmp_path / "source", family, sentences)
+    config = Encoder.load(source, pooling="mean", max_length=16).backbone.config
+    names = [name for name, value in vars(config).items() if re.search("drop", name) and isinstance(value, float | int)]
+    assert len(names) > 1
+    for name in names:
+        if isinstance(getattr(config, name), bool):
+            continue
+        for other in names:
+            setattr(config, other, 0.5 if other == name else 0.0)
+        torch.manual_seed(0)
+        backbone = model_class(config).from_config(config, attn_implementation="eager").train()
+        encoder = Encoder(backbone, None, "mean", 16)
+        inputs = torch.arange(7, 15).repeat(4, 1), torch.ones(4, 8, dtype=torch.long)
+        vectors = torch.stack([encoder(*inputs) for _ in range(8)])
+        assert encoder.has_dropout == bool((vectors - vectors[0]).abs().max() > 0), name
