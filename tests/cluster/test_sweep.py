@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from distcse import cli
 from distcse.cli.training import status_of
 from distcse.cluster.nodes import alive
 from distcse.cluster.sweep import run_sweep
@@ -24,9 +27,13 @@ from distcse.events import Event, LogMessage, Reporter, StageProgress, TrialUpda
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe, with_values
 from distcse.report.sweep_page import rows_of, write_sweep_pages
+from distcse.tuning.records import read_trials
 from distcse.tuning.sweep import begin
 from distcse.tuning.trial import TrialContext, run_trial
 from distcse.tuning.trial_resources import trial_resources
+from tests.backends import run
+from tests.commands import TRAIN, user_environment
+from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.jobs import embed_tables, make_recipe, rows_embedded
 from tests.kills import kill_actor
@@ -262,3 +269,47 @@ def test_a_damaged_state_of_ray_tune_is_not_restored(embedded: Recipe, tmp_path:
     (tmp_path / "corpus.txt").write_text("\n".join(f"Other text, row {row}." for row in range(300)))
     with fails_with(ResumeMismatchError, "corpus", str(directory)):
         run_sweep(embedded, sweep, directory, Reporter())
+
+
+@pytest.mark.slow
+def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(
+    embedded: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    space = tmp_path / "space.yaml"
+    rates = [1e-3, 3e-4, 1e-5]
+    make_sweep(tmp_path, {LR: {"values": rates}}, search=ONE_BY_ONE)
+    undisturbed = {}
+    for rate in rates:
+        alone = with_values(embedded, {"training.workers": 0, LR: rate})
+        best = run(alone, Reporter()).train_result.state.best
+        assert best is not None
+        undisturbed[rate] = best[1]
+
+    runs = tmp_path / "elsewhere"
+    arguments = [str(tmp_path / "recipe.yaml"), "--space", str(space), *ON_RAY, f"storage.runs={runs}"]
+    command, environment = [*TRAIN[:2], "distcse.tune", *arguments], user_environment(PYTHONPATH=str(ROOT))
+    with open(tmp_path / "log.txt", "w") as log:
+        driver = subprocess.Popen(command, env=environment, stderr=log, stdout=log)
+        ended: set[str] = set()
+        deadline = time.monotonic() + 240
+        while not ended and time.monotonic() < deadline and driver.poll() is None:
+            time.sleep(0.1)
+            folders = list(runs.glob("*/trials"))
+            ended = {t.name for t in read_trials(folders[0]) if t.ended} if folders else set()
+        driver.kill()
+        driver.wait()
+    assert ended, (tmp_path / "log.txt").read_text()
+    (folder,) = runs.iterdir()
+    before = {t.name: t for t in read_trials(folder / "trials")}
+    assert len(before) < 3
+    assert cli.main(["tune", "--resume", str(folder)]) == 0
+    after = {t.name: t for t in read_trials(folder / "trials")}
+    assert len(after) == 3 and all(trial.status == "finished" for trial in after.values())
+    for name in ended:
+        assert after[name] == before[name]  # including its seconds
+    best_trial = max(after.values(), key=lambda t: t.best.score if t.best else 0)
+    assert best_trial.values == {LR: max(undisturbed, key=undisturbed.__getitem__)}
+    for trial in after.values():
+        assert trial.best is not None
+        assert trial.best.score == pytest.approx(undisturbed[trial.values[LR]], abs=0.05)
+    assert f"distcse train {folder / 'best.yaml'}" in capsys.readouterr().out

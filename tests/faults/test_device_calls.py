@@ -428,3 +428,28 @@ def test_students_side_by_side_learn_what_they_learn_in_turn(
     assert stopped["interrupted"] and stopped["models"] == NAMES[: len(stopped["models"])]
     assert found["resumed"]["continued"]
     assert Encoder.load(found["killed"]["run"] + "/members/1-layer/model").encode(["a cat"]).shape[0] == 1
+
+
+def lose_a_node(folder: Path) -> None:
+    """A driver: call a function on each node, and kill the raylet of the first one's node."""
+    lost: list[int] = []
+
+    def listen(event: Event) -> None:
+        assert isinstance(event, LogMessage)
+        if event.text.startswith("0 ") and not lost:
+            lost.append(psutil.Process(int(event.text.split()[2])).ppid())
+            os.kill(lost[0], signal.SIGKILL)
+
+    calls = waits(folder / "calls", {1: 600.0}, {1: 20.0})
+    with RayBackend.cluster.joined():
+        returned = RayBackend().run_on_devices(calls, DeviceOptions(), Reporter(listen))
+    (folder / "found.json").write_text(json.dumps({"returned": returned, "attempts": attempts_in(folder / "calls")}))
+
+
+@pytest.mark.slow
+def test_the_function_of_a_lost_node_is_repeated_on_the_other_once_that_is_free(nodes: Nodes, tmp_path: Path) -> None:
+    try:
+        found = drive(nodes, "lose_a_node", tmp_path)
+    finally:
+        nodes.start(2, "--num-gpus=1")
+    assert found == {"returned": [0, 1], "attempts": [2, 1]}

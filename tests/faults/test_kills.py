@@ -15,22 +15,23 @@ import numpy as np
 import psutil
 import pytest
 
-from distcse.cluster import nodes
+from distcse.cluster import embedding_actors, nodes
 from distcse.cluster.backend import RayBackend
 from distcse.cluster.heartbeat import CONCURRENCY
 from distcse.cluster.nodes import ResourceWatchdog
 from distcse.cluster.teacher_servers import RemoteTeacherClient, TeacherServer, co_located_servers, served
 from distcse.devices.resources import Node, ResourceRequest
 from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError, TeacherOutputError
-from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport
+from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport, WaitWarning
 from distcse.recipe import Recipe, with_values
+from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import prepare_tables, read_corpus
 from distcse.teachers.teacher import open_table_teacher
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import embed_tables, make_recipe, make_two_worker_recipe
 from tests.kills import CpuHolder, kill_actor, processes_of
-from tests.weights import assert_same_learning, weights_of
+from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
 pytestmark = pytest.mark.cluster
 
@@ -271,3 +272,66 @@ def test_ctrl_c_ends_an_embedding_pass_and_keeps_its_shards(recipe: Recipe) -> N
     while processes_of(psutil.Process(), "EmbeddingActor"):
         assert time.monotonic() < deadline, "an embedding actor is still running"
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_killed_event_actor_is_restarted_and_still_carries_the_stop_request(recipe: Recipe) -> None:
+    """Killed before and after the stop request: the first run ends with a checkpoint, and resumes to the same weights."""
+    overrides = {
+        "training.log_every": 1,
+        "training.epochs": 20,
+        "evaluation.eval_steps": 100,
+        "evaluation.final_suites": [],
+    }
+    undisturbed = run(with_values(recipe, overrides), Reporter())
+    steps: list[int] = []
+    killed: list[int] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, StepReport):
+            steps.append(event.step)
+            if event.step >= (4, 8, 999)[len(killed)] and kill_actor("EventActor"):
+                killed.append(event.step)
+
+    one_worker = {"training.workers": 1, "training.cpus_per_worker": 1}
+    first = run(with_values(recipe, {**overrides, **one_worker}), Reporter(kill, lambda: len(killed) == 2))
+    assert (
+        len(killed) == 2 and first.train_result.interrupted and first.train_result.state.step < first.train_result.steps
+    )
+    directory, resumed = RunDirectory.reopen(first.directory.path, [])
+    assert isinstance(resumed, Recipe)
+    second = run(resumed, Reporter(kill), directory)
+    assert second.train_result.state.finished and steps[-1] == second.train_result.steps
+    assert_equal_weights(weights_of(undisturbed.directory.path), weights_of(second.directory.path))
+
+
+@pytest.mark.slow
+def test_shards_of_an_actor_without_room_go_to_another_one(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, sentences: list[str]
+) -> None:
+    """Two of three embedding actors have room. One is killed, and another actor takes its CPU: the last one does all shards."""
+    import ray
+
+    monkeypatch.setattr(embedding_actors, "WaitWarning", partial(WaitWarning, after_s=1.0))
+    holders = [ray.remote(CpuHolder).options(num_cpus=4).remote()]
+    ray.get(holders[0].is_ready.remote())
+    events: list[Event] = []
+    killed: list[bool] = []
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StageProgress) and event.done and not event.finished and not killed:
+            holders.append(ray.remote(CpuHolder).options(num_cpus=1).remote())  # waits for the next free CPU
+            killed.append(kill_actor("EmbeddingActor"))
+
+    wanted = with_values(recipe, {"teachers.shard_rows": 20, "teachers.embedding_workers": 3})
+    try:
+        (table,) = prepare_tables(wanted, read_corpus(wanted, Reporter()), RayBackend(), Reporter(listen))
+    finally:
+        for holder in holders:
+            ray.kill(holder)
+    assert killed == [True] and table is not None and table.missing_shards() == []
+    finished = [event for event in events if isinstance(event, StageProgress) and event.finished]
+    assert finished[-1].done == len(sentences)
+    warning = next(event.text for event in events if isinstance(event, LogMessage) and "waits for a node" in event.text)
+    assert "1 CPU free" in warning and "`ray status` shows who holds" in warning

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from distcse.errors import OutOfMemoryError
+from distcse.errors import OutOfMemoryError, WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.recipe import LoopSection, MutualRecipe, with_values
 from distcse.report.history import read_run
+from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual.phase_store import GroupContext, Kind
 from tests.backends import run_mutual
 from tests.commands import TRAIN, user_environment
 from tests.conftest import ROOT
+from tests.failures import fails_with
 from tests.kills import CpuHolder, Nodes, actor_names, kill_actor
 from tests.models import make_encoder
 from tests.pairs import assert_same_labels, make_mutual_recipe
@@ -353,3 +355,50 @@ def test_a_lost_node_does_not_change_the_labels(undisturbed: tuple[Path, Path], 
             errors = driver.end(timeout_s=600)
     assert "lost a node in cycle-1-cross" in errors
     assert_same_labels(expected, driver.run)
+
+
+@pytest.mark.slow
+def test_runs_resume_after_their_drivers_were_stopped_and_killed(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders train; the last one finishes the run."""
+    uninterrupted = run_mutual(recipe_with(), Reporter())
+    recipe_with(*ON_RAY)
+    arguments = [str(tmp_path / "recipe.yaml"), *LONG, *ON_RAY, "cross.log_every=1", "bi.log_every=1"]
+    run = _run_until(arguments, "cycle-1-cross", signal.SIGTERM)
+    assert _run_until(["--resume", str(run)], "cycle-1-bi", signal.SIGKILL) == run
+    directory, recipe = RunDirectory.reopen(run, ["ray=false"])
+    assert isinstance(recipe, MutualRecipe)
+    resumed = run_mutual(recipe, Reporter(), directory)
+    assert resumed.best and not resumed.interrupted
+    assert_same_labels(uninterrupted.directory.path, resumed.directory.path)
+
+
+def _run_until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
+    """Start `distcse train`, send it a signal once a group has taken a step of a phase, and return the run's folder."""
+    with Driver(arguments) as driver:
+        driver.wait_for_steps(phase)
+        driver.end(stop)
+        return driver.run
+
+
+@pytest.mark.slow
+def test_a_group_that_fails_too_often_ends_the_run_or_is_dropped(recipe_with: MakeRecipe, cluster: None) -> None:
+    def kill(event: Event) -> None:
+        if isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
+            kill_actor("TrainingActor")
+
+    overrides = (*SHORT, *ON_RAY, "mutual.max_failures=0")
+    with fails_with(WorkersLostError, "group ", " 1 times", "cycle-1-cross", "--resume"):
+        run_mutual(recipe_with(*overrides), Reporter(kill))
+    dropped = run_mutual(recipe_with(*overrides, "mutual.on_failure=drop"), Reporter(_once(kill)))
+    assert len(dropped.dropped) == 1 and len({best.group for best in dropped.best}) == 1
+
+
+def _once(kill: Callable[[Event], None]) -> Callable[[Event], None]:
+    done: list[Event] = []
+
+    def once(event: Event) -> None:
+        if not done and isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
+            done.append(event)
+            kill(event)
+
+    return once

@@ -6,15 +6,17 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from distcse.devices.device import cpu_speed
 from distcse.events import Reporter
 from distcse.recipe import load_recipe, recipe_yaml
+from distcse.runs.mutual.phase_store import Phase, PhaseStore
 from distcse.storage import open_store
 from distcse.training.checkpoint_files import load_trainer_state
 from distcse.training.checkpoints import CheckpointStore
-from tests.backends import run
+from tests.backends import run, run_mutual
 from tests.commands import TRAIN
 from tests.jobs import make_recipe
 from tests.machines import RAY, Machine, ended, machines, run_folder, skip_without_namespaces, wait_for_event
@@ -138,3 +140,21 @@ def test_a_run_continues_with_fewer_workers_after_the_loss_of_a_machine(
     steps = [event["step"] for event in events if event["event"] == "StepReport"]
     assert steps[-1] == 176 and len(steps) > len(set(steps))  # steps after the last checkpoint were repeated
     assert_same_learning(weights_of(local.directory.path), weights_of(remote))
+
+
+def test_groups_on_three_machines_make_the_labels_of_one_process(
+    three: list[Machine], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    """One group has two workers on two machines, the other one worker on the third. No dropout, as it depends on the worker."""
+    overrides = ("mutual.cycles=1", *(f"groups.{number}.dropout=0.0" for number in (0, 1)))
+    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *overrides)
+    local = run_mutual(recipe, Reporter()).directory.path
+    placement = ("groups.0.workers=2", "groups.0.node_labels={role: students}", "groups.1.node_labels={role: teachers}")
+    remote = three[0].train(tmp_path / "recipe.yaml", *overrides, *placement, "ray=true")
+    places = places_of_last_run(three[0])
+    all_nodes = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
+    assert places["TrainingActor"] == places["ScoringActor"] == all_nodes
+    for number in range(3):
+        one, other = (PhaseStore(run).labels(Phase(number)) for run in (local, remote))
+        assert one is not None and other is not None
+        np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)

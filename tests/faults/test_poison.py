@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
-from distcse.cluster import embedding_actors
+from distcse.cluster import embedding_actors, train_workers
 from distcse.devices.distributed import rank
 from distcse.errors import DivergedError, OutOfMemoryError, TeacherOutputError, TeacherServerError
-from distcse.events import Event, LogMessage, Reporter, StepReport
+from distcse.events import Event, Listener, LogMessage, Reporter, StepReport
 from distcse.losses import TeacherOutputs, Views
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store
+from distcse.training import checkpoint_manager
+from distcse.training.checkpoint_files import ModelState, TrainerState
 from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.endpoints import open_endpoint, reply_with
@@ -125,3 +127,45 @@ def test_one_worker_without_memory_ends_the_run(
     (folder,) = (tmp_path / "runs").iterdir()
     directory, _ = RunDirectory.reopen(folder, [])
     assert (latest := CheckpointStore(open_store(directory.path)).latest()) is not None and latest.name.endswith("4")
+
+
+class FailsDuringAWrite(FailsOnOneRank):
+    """Also writes checkpoints in a thread, as on a GPU: that of step 4 until after the others would be killed."""
+
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        if not self._steps:  # in the worker: the driver makes an objective too, and its process has other tests
+            write_slowly()
+        return super().forward(views, teachers)
+
+
+def write_slowly() -> None:
+    """Make this process write its checkpoints as `FailsDuringAWrite` says."""
+    save = CheckpointStore.save
+
+    def save_slowly(store: CheckpointStore, state: ModelState, trainer_state: TrainerState, emit: Listener) -> Path:
+        if trainer_state.step == 4:
+            time.sleep(1.5 * train_workers.FAILURE_WAIT_S)
+        return save(store, state, trainer_state, emit)
+
+    CheckpointStore.save = save_slowly  # type: ignore[method-assign,assignment]
+    checkpoint_manager.is_gpu = lambda device: True  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_being_written_is_completed(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
+) -> None:
+    recipe = make_two_worker_recipe(
+        tmp_path,
+        tiny,
+        sentences,
+        "training.workers=2",
+        "training.log_every=2",
+        "evaluation.eval_steps=4",
+        "objective.custom={failing: {class_path: 'tests.faults.test_poison:FailsDuringAWrite'}}",
+    )
+    with fails_with(OutOfMemoryError, "8 of 16 rows"):
+        run(recipe, Reporter())
+    (folder,) = (tmp_path / "runs").iterdir()
+    latest = CheckpointStore(open_store(folder)).latest()
+    assert latest is not None and latest.name == "step-000004"

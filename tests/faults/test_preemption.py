@@ -187,3 +187,29 @@ def test_a_trial_on_a_drained_or_lost_node_continues_on_another(notice: str, rec
         assert resumed > 10, "from its checkpoint"
     else:
         assert steps == sorted(set(steps)), "no step was repeated"
+
+
+def test_an_autoscaler_starts_nodes_for_the_students_of_a_family(recipe_file: Path, tmp_path: Path) -> None:
+    """The first node is there for the embedding pass. Of three students, one waits for the end of another."""
+    overrides = (
+        "family=[{layers: 1}, {layers: 2}, {layers: 3}]",
+        "student.projection=none",
+        "student.layers=null",
+        "objective={info_nce: null, consistency: null, rank: null, regression: {}}",
+        "training.workers=1",
+        "training.gpus_per_worker=1",
+        "training.cpus_per_worker=null",
+        "training.epochs=40",
+        "evaluation.dev=none",
+        "resources.wait_s=400",
+    )
+    node = {"resources": {"CPU": 1, "GPU": 1, "memory": 6 * 2**30}, "labels": {}}
+    with autoscaled_machine(tmp_path, node, 2) as head:
+        done = ended(head.start(*TRAIN, recipe_file, *overrides))
+        places = {actor.node for actor in head.actors() if actor.kind == "RayTrainWorker"}
+    assert "3 students train side by side, each with a GPU; 2 wait for nodes, or for another's end" in done.stderr
+    assert len(places) == 2
+    steps = [event["group"] for event in events_of(run_folder(done)) if event["event"] == "StepReport"]
+    assert {"3-layers", "2-layers", "1-layer"} == set(steps)
+    first, last = steps.index("2-layers"), len(steps) - steps[::-1].index("3-layers")
+    assert first < last, "the second student began after the end of the first"

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from ray import cloudpickle
 
+from distcse.cluster.teacher_servers import live_teacher, table_teacher
 from distcse.errors import (
     CorpusCacheError,
     InvalidValueError,
@@ -29,18 +31,20 @@ from distcse.errors import (
 from distcse.events import Event, LogMessage, Reporter, StepReport
 from distcse.models import Encoder
 from distcse.preflight.machine import check_location
-from distcse.recipe import CorpusSection, Recipe
+from distcse.recipe import CorpusSection, MutualRecipe, Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import prepare_tables, read_corpus
+from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.lease import Lease, has_local_changes
-from distcse.runs.mutual.phase_store import Phase, PhaseStore
+from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
 from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
 from distcse.storage.bucket_store import list_objects
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.text import Corpus, Pairs
 from distcse.training.checkpoint_files import ModelState, TrainerState
 from distcse.training.checkpoints import CheckpointStore
+from distcse.tuning.trial import TrialContext
 from tests.backends import run
 from tests.disks import KINDS, before_change, disk
 from tests.failures import fails_with
@@ -713,3 +717,27 @@ def test_a_run_that_cannot_be_stored_is_refused_when_it_starts(recipe: Recipe, g
     gate.refuse_from(0)
     with fails_with(ObjectStorageError, BUCKET):
         run(recipe, Reporter())
+
+
+def test_messages_to_other_machines_contain_no_path_of_a_mirror(
+    bucket: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    storage = (f"storage.runs={bucket}/runs", f"storage.cache={bucket}/cache")
+    overrides = ("objective.regression={}", "student.projection=none")
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *storage, *overrides)
+    prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
+    (table,) = prepared.tables(LocalBackend(), Reporter())
+    run_path = RunDirectory.create(recipe).path
+    spec = prepared.spec(RunDirectory(run_path, Lease.acquire(run_path)), [table], LocalBackend(), Reporter())
+    assert table is not None and spec.run.guard is not None
+    assert spec.targets is not None and spec.targets.projection is not None
+    teacher, corpus = recipe.teachers.encoders[0], prepared.corpus.store
+    for sent in (
+        spec,
+        table,
+        table_teacher(teacher, table),
+        live_teacher(teacher, corpus, 64),
+        GroupContext(MutualRecipe.model_construct(), 0, spec.run, {"bi": spec.tokens}),  # type: ignore[call-arg]
+        TrialContext(recipe, spec.run / "trials"),
+    ):
+        assert str(tmp_path / "mirror").encode() not in cloudpickle.dumps(sent)
