@@ -9,6 +9,7 @@ import pickle
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from distcse.cluster.teacher_servers import live_teacher, table_teacher
 from distcse.errors import (
     CorpusCacheError,
     InvalidValueError,
@@ -40,7 +40,9 @@ from distcse.runs.lease import Lease, has_local_changes
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
 from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
 from distcse.storage.bucket_store import list_objects
+from distcse.teachers.kinds import open_live
 from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import open_table_teacher
 from distcse.text import Corpus, Pairs
 from distcse.training.checkpoint_files import ModelState, TrainerState
 from distcse.training.checkpoints import CheckpointStore
@@ -735,8 +737,8 @@ def test_messages_to_other_machines_contain_no_path_of_a_mirror(
     for sent in (
         spec,
         table,
-        table_teacher(teacher, table),
-        live_teacher(teacher, corpus, 64),
+        partial(open_table_teacher, teacher, table),
+        partial(open_live, teacher, corpus, 64),
         GroupContext(MutualRecipe.model_construct(), 0, spec.run, {"bi": spec.tokens}),  # type: ignore[call-arg]
         TrialContext(recipe, spec.run / "trials"),
     ):
