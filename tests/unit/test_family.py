@@ -77,7 +77,7 @@ def trained(file: Path) -> tuple[Run, list[Event]]:
     """A run of three students, one of them static, that are trained until they agree, and its events."""
     events: list[Event] = []
     students = "family=[{layers: 1}, {layers: [0, 2], name: wide, lr: 2e-3}, {static: true}]"
-    return distcse.run(str(file), students, "training.epochs=8", listen=events.append), events
+    return distcse.run(str(file), students, "training.epochs=5", listen=events.append), events
 
 
 @pytest.fixture(scope="module")

@@ -280,10 +280,8 @@ def test_a_stopped_trial_takes_another_trials_checkpoint_but_not_its_own_older_o
 def test_a_stopped_trial_of_groups_is_not_finished(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
-    recipe = make_mutual_recipe(
-        tmp_path, models, sentences, "mutual.cycles=1", "bi.epochs=1", "evaluation.final_suites=[]"
-    )
+    settings = ("mutual.cycles=1", "bi.epochs=1", "evaluation.final_suites=[]")
+    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *settings)
     context = TrialContext(recipe, open_store(tmp_path / "trials"))
     with pytest.raises(StoppedEarlyError):
         run(context, "moved", {}, lambda: (context.trials.path / "moved" / "groups").exists())
