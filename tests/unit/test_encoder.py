@@ -12,11 +12,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from distcse.errors import (
+    ArgumentError,
     EncoderSettingError,
     ModelFormatError,
     ModelNotFoundError,
@@ -24,19 +24,23 @@ from distcse.errors import (
     UnsupportedModelError,
 )
 from distcse.models import Encoder, build_projection, model_fingerprint, pool, resolve_model
-from distcse.models.student import GlobalBatchNorm
 from distcse.recipe import EncoderSection, Pooling, StudentSection
 from distcse.runs.distillation.model import Batch, StudentModel, build_encoder
 from distcse.text.collate import Tokens
 from tests.failures import fails_with
 from tests.models import change_json, their_vectors
-from tests.workers import run_workers
 
 TEXTS = ["A man is playing a guitar.", "The cat sees nothing at all.", "A child", "Our teacher reads about the news."]
 
 
 def same(one: np.ndarray, other: np.ndarray, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(one, other, atol=tolerance, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny: Callable[..., Path]) -> Encoder:
+    """Return an encoder that no test changes."""
+    return Encoder.load(tiny("bert"), pooling="mean", max_length=12)
 
 
 def test_a_saved_folder_has_the_legacy_layout(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -140,46 +144,6 @@ def test_projection_oracle(oracles: dict[str, Any]) -> None:
     torch.testing.assert_close(head.train()(rows), torch.tensor(case["expected"]["train_out"]).double(), **tolerance)
     expected = torch.tensor(case["expected"]["eval_after_one_step"]).double()
     torch.testing.assert_close(head.eval()(rows), expected, **tolerance)
-
-
-def normalized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return output, input gradient and running statistics of this worker's part of the rows."""
-    workers = dist.get_world_size() if dist.is_initialized() else 1
-    own = rows.chunk(workers)[dist.get_rank() if workers > 1 else 0].clone().requires_grad_()
-    norm = GlobalBatchNorm(rows.shape[1]).double().train()
-    output = norm(own)
-    (output**3 * torch.arange(1, rows.shape[1] + 1)).sum().backward()
-    assert own.grad is not None and norm.running_mean is not None and norm.running_var is not None
-    return output.detach(), own.grad, norm.running_mean, norm.running_var
-
-
-def normalized_in_bf16(rows: Tensor) -> Tensor:
-    """Normalize this worker's rows in bf16, as under autocast."""
-    norm = GlobalBatchNorm(rows.shape[1]).train()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found: Tensor = norm(rows.chunk(2)[dist.get_rank()].bfloat16())
-    return found
-
-
-def normalized_in_both(rows: Tensor, many: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    return normalized(rows), normalized_in_bf16(many)
-
-
-def test_batch_norm_spans_two_workers() -> None:
-    """In bf16 with counts and sums of more bits: bf16 would round 602 rows to 600."""
-    torch.manual_seed(0)
-    rows, many = torch.randn(8, 3, dtype=torch.float64), 3 + torch.randn(602, 3)
-    expected, workers = normalized(rows), run_workers(normalized_in_both, 2, rows, many)
-    parts = [exact for exact, _ in workers]
-    for index in (0, 1):
-        torch.testing.assert_close(torch.cat([part[index] for part in parts]), expected[index])
-    for part in parts:
-        torch.testing.assert_close(part[2], expected[2])
-        torch.testing.assert_close(part[3], expected[3])
-    found = torch.cat([half for _, half in workers])
-    assert found.dtype == torch.bfloat16
-    in_one = GlobalBatchNorm(3).train()(many.bfloat16().float())
-    torch.testing.assert_close(found.float(), in_one, rtol=2**-8, atol=1e-6)
 
 
 class Bomb:
@@ -306,3 +270,60 @@ def test_a_template_is_pooled_at_its_mask_token(
         Encoder.load(tiny("bert"), pooling="mask", prompt=template, max_length=8).encode(["A man."])
     with pytest.raises(ValueError, match="are for teachers"):
         StudentSection(backbone="x", pooling="mask")
+
+
+def test_texts_come_in_any_container(encoder: Encoder) -> None:
+    import pandas
+    import pyarrow
+
+    containers: list[Callable[[list[str]], Any]] = [
+        *(tuple, iter, np.array, lambda texts: np.array(texts, object), lambda texts: dict.fromkeys(texts).keys()),
+        lambda texts: pandas.Series(texts, index=range(7, 7 + len(texts)), dtype=object),
+        lambda texts: pandas.Series(texts, dtype="string"),
+        lambda texts: pandas.Series(texts, dtype="category"),
+        pandas.Index,
+        lambda texts: pyarrow.array(texts, pyarrow.string()),
+        lambda texts: pyarrow.array(texts, pyarrow.string_view()),
+        lambda texts: pyarrow.chunked_array([texts], pyarrow.string()),
+    ]
+    expected = encoder.encode(TEXTS)
+    for container in containers:
+        same(encoder.encode(container(TEXTS)), expected)
+        assert encoder.encode(container([])).shape == (0, encoder.dimension)
+    for text in (TEXTS[0], np.str_(TEXTS[0])):
+        same(encoder.encode(text), expected[0])
+
+
+@pytest.mark.parametrize(
+    ("texts", "named"),
+    [
+        (["a", "b", 3], ["texts[2]", "3", "int"]),
+        ([["a"]], ["texts[0]", "list"]),
+        ((text for text in ["a", None]), ["texts[1]", "None"]),
+        (np.array([["a", "b"]]), ["texts[0]", "ndarray"]),
+        (["a", "b \ud83d"], ["texts[1]", r"'\ud83d'", "surrogate"]),
+        ("\ud83d", ["texts[0]", "surrogate"]),
+        *((texts, [type(texts).__name__]) for texts in (None, b"a", {"text": "a"}, {"a"}, np.array("a"))),
+        *((texts, [type(texts).__name__]) for texts in (memoryview(b"a"), torch.tensor(1.0))),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_place(texts: Any, named: list[str], encoder: Encoder) -> None:
+    with fails_with(ArgumentError, *named):
+        encoder.encode(texts)
+
+
+def test_groups_tables_and_other_librarys_arguments_are_refused(encoder: Encoder) -> None:
+    """sentence-transformers has `precision="int8"`, which quantizes the vectors."""
+    import pandas
+    import pyarrow
+
+    with fails_with(ArgumentError, "texts[1]"):
+        list(encoder.encode_each([["a"], ["b", None]]))  # type: ignore[list-item]
+    frame = pandas.DataFrame({"id": [1], "text": ["a"]})
+    for table in (frame, pyarrow.Table.from_pandas(frame)):
+        with fails_with(ArgumentError, f"found {type(table).__name__}", "list of str"):
+            encoder.encode(table)
+    with fails_with(EncoderSettingError, "precision is 'int8'", "fp32, bf16, fp16"):
+        encoder.encode(TEXTS, precision="int8")
+    with fails_with(EncoderSettingError, "['query']"):
+        encoder.encode(TEXTS, prompt_name=cast(Any, ["query"]))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from distcse.errors import (
-    ArgumentError,
     DistcseError,
     EncoderSettingError,
     ModelFormatError,
@@ -70,12 +69,6 @@ def saved(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -
 def folder(saved: Path, tmp_path: Path) -> Path:
     """Return a copy of a complete folder."""
     return shutil.copytree(saved, tmp_path / "model")
-
-
-@pytest.fixture(scope="module")
-def encoder(saved: Path) -> Encoder:
-    """Return an encoder that no test changes."""
-    return Encoder.load(saved)
 
 
 def refused_everywhere(folder: Path, error: type[DistcseError], *named: str, **settings: Any) -> None:
@@ -498,65 +491,6 @@ def test_named_prompts_are_used_and_kept(folder: Path, tmp_path: Path) -> None:
     encoder.save(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / MODEL).read_text())["default_prompt_name"] == "passage"
     same(Encoder.load(tmp_path / "saved").encode(TEXTS), encoder.encode(TEXTS, prompt_name="passage"))
-
-
-def test_texts_come_in_any_container(encoder: Encoder, saved: Path) -> None:
-    import pandas
-    import pyarrow
-
-    containers: list[Callable[[list[str]], Any]] = [
-        *(tuple, iter, np.array, lambda texts: np.array(texts, object), lambda texts: dict.fromkeys(texts).keys()),
-        lambda texts: pandas.Series(texts, index=range(7, 7 + len(texts)), dtype=object),
-        lambda texts: pandas.Series(texts, dtype="string"),
-        lambda texts: pandas.Series(texts, dtype="category"),
-        pandas.Index,
-        lambda texts: pyarrow.array(texts, pyarrow.string()),
-        lambda texts: pyarrow.array(texts, pyarrow.string_view()),
-        lambda texts: pyarrow.chunked_array([texts], pyarrow.string()),
-    ]
-    expected = encoder.encode(TEXTS)
-    for container in containers:
-        same(encoder.encode(container(TEXTS)), expected)
-        assert encoder.encode(container([])).shape == (0, encoder.dimension)
-    for text in (TEXTS[0], np.str_(TEXTS[0])):
-        vector = encoder.encode(text)
-        assert vector.shape == (encoder.dimension,)
-        same(vector, their_vectors(saved, TEXTS[:1])[0])
-
-
-@pytest.mark.parametrize(
-    ("texts", "named"),
-    [
-        (["a", "b", 3], ["texts[2]", "3", "int"]),
-        ([["a"]], ["texts[0]", "list"]),
-        ((text for text in ["a", None]), ["texts[1]", "None"]),
-        (np.array([["a", "b"]]), ["texts[0]", "ndarray"]),
-        (["a", "b \ud83d"], ["texts[1]", r"'\ud83d'", "surrogate"]),
-        ("\ud83d", ["texts[0]", "surrogate"]),
-        *((texts, [type(texts).__name__]) for texts in (None, b"a", {"text": "a"}, {"a"}, np.array("a"))),
-        *((texts, [type(texts).__name__]) for texts in (memoryview(b"a"), torch.tensor(1.0))),
-    ],
-)
-def test_what_is_no_text_is_refused_with_its_place(texts: Any, named: list[str], encoder: Encoder) -> None:
-    with fails_with(ArgumentError, *named):
-        encoder.encode(texts)
-
-
-def test_groups_tables_and_other_librarys_arguments_are_refused(encoder: Encoder) -> None:
-    """sentence-transformers has `precision="int8"`, which quantizes the vectors."""
-    import pandas
-    import pyarrow
-
-    with fails_with(ArgumentError, "texts[1]"):
-        list(encoder.encode_each([["a"], ["b", None]]))  # type: ignore[list-item]
-    frame = pandas.DataFrame({"id": [1], "text": ["a"]})
-    for table in (frame, pyarrow.Table.from_pandas(frame)):
-        with fails_with(ArgumentError, f"found {type(table).__name__}", "list of str"):
-            encoder.encode(table)
-    with fails_with(EncoderSettingError, "precision is 'int8'", "fp32, bf16, fp16"):
-        encoder.encode(TEXTS, precision="int8")
-    with fails_with(EncoderSettingError, "['query']"):
-        encoder.encode(TEXTS, prompt_name=cast(Any, ["query"]))
 
 
 WITH_VERSION_4 = "transformers==4.57.* sentence-transformers==5.1.* huggingface-hub<1 tokenizers<0.23 datasets<4.5"

@@ -1,4 +1,4 @@
-"""Training of students: it converges, is deterministic, and resumes exactly, with any engine and number of workers."""
+"""Training of students: it converges, is deterministic, resumes exactly, with any engine and number of workers; interpolation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from distcse.errors import (
     DivergedError,
@@ -25,7 +27,7 @@ from distcse.errors import (
 )
 from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.models import Encoder
-from distcse.models.student import WeightInterpolation
+from distcse.models.student import GlobalBatchNorm, WeightInterpolation
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory, recorded
@@ -181,6 +183,46 @@ def test_two_workers_equal_one_and_a_run_moves_between_them(
     assert results[0].interrupted and results[1].interrupted
     assert train(moved, tables).state.finished
     assert_same_learning(undisturbed(*overrides), weights_of(moved.run.path))
+
+
+def normalized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return output, input gradient and running statistics of this worker's part of the rows."""
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    own = rows.chunk(workers)[dist.get_rank() if workers > 1 else 0].clone().requires_grad_()
+    norm = GlobalBatchNorm(rows.shape[1]).double().train()
+    output = norm(own)
+    (output**3 * torch.arange(1, rows.shape[1] + 1)).sum().backward()
+    assert own.grad is not None and norm.running_mean is not None and norm.running_var is not None
+    return output.detach(), own.grad, norm.running_mean, norm.running_var
+
+
+def normalized_in_bf16(rows: Tensor) -> Tensor:
+    """Normalize this worker's rows in bf16, as under autocast."""
+    norm = GlobalBatchNorm(rows.shape[1]).train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found: Tensor = norm(rows.chunk(2)[dist.get_rank()].bfloat16())
+    return found
+
+
+def normalized_in_both(rows: Tensor, many: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    return normalized(rows), normalized_in_bf16(many)
+
+
+def test_batch_norm_spans_two_workers() -> None:
+    """In bf16 with counts and sums of more bits: bf16 would round 602 rows to 600."""
+    torch.manual_seed(0)
+    rows, many = torch.randn(8, 3, dtype=torch.float64), 3 + torch.randn(602, 3)
+    expected, workers = normalized(rows), run_workers(normalized_in_both, 2, rows, many)
+    parts = [exact for exact, _ in workers]
+    for index in (0, 1):
+        torch.testing.assert_close(torch.cat([part[index] for part in parts]), expected[index])
+    for part in parts:
+        torch.testing.assert_close(part[2], expected[2])
+        torch.testing.assert_close(part[3], expected[3])
+    found = torch.cat([half for _, half in workers])
+    assert found.dtype == torch.bfloat16
+    in_one = GlobalBatchNorm(3).train()(many.bfloat16().float())
+    torch.testing.assert_close(found.float(), in_one, rtol=2**-8, atol=1e-6)
 
 
 def test_early_stop_keeps_the_best(recipe_with: MakeRecipe) -> None:
