@@ -730,7 +730,9 @@ def test_messages_to_other_machines_contain_no_path_of_a_mirror(
     prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     (table,) = prepared.tables(LocalBackend(), Reporter())
     run_path = RunDirectory.create(recipe).path
-    spec = prepared.spec(RunDirectory(run_path, Lease.acquire(run_path)), [table], LocalBackend(), Reporter())
+    spec = prepared.spec(
+        RunDirectory(run_path, Lease.acquire(open_store(run_path))), [table], LocalBackend(), Reporter()
+    )
     assert table is not None and spec.run.guard is not None
     assert spec.targets is not None and spec.targets.projection is not None
     teacher, corpus = recipe.teachers.encoders[0], prepared.corpus.store
