@@ -39,11 +39,18 @@ from distcse.errors import (
     last_line,
 )
 from distcse.events import Reporter, WaitWarning
-from distcse.runs.mutual.group import Group, StepPasses
+from distcse.runs.mutual.group import (
+    Group,
+    PooledGroup,
+    ResizableGroup,
+    SlotsLost,
+    StepPasses,
+    WorkerPool,
+    pool_members,
+)
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseResult, Scores, StoredScores
 from distcse.runs.mutual.phase_trainer import ScoringProgress
 from distcse.runs.mutual.processes import GroupResources
-from distcse.runs.mutual.worker_pool import PooledGroup, ResizableGroup, SlotsLost, WorkerPool, pool_members
 
 _STATES_AGE_S = 1.0
 """Seconds for which the states of a pool's placement groups are not asked for again."""

@@ -147,8 +147,7 @@ def measure_models(
         for number in missing:
             results[number] = _read(run, files[number], calls[number].name, reporter)
     if left_out := [call.name for call, result in zip(calls, results, strict=True) if result is None]:
-        text = f"stopped before the end of the {', '.join(left_out)}; continue with --resume"
-        reporter.emit(LogMessage(text, warning=True))
+        reporter.warn(f"stopped before the end of the {', '.join(left_out)}; continue with --resume")
     return results
 
 
@@ -180,6 +179,5 @@ def _read(run: ArtifactStore, file: str, name: str, reporter: Reporter) -> Any:
         stored = run.read_json(file)
         return None if stored is None else decode_result(stored["result"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"the stored results of the {name} cannot be read ({error}), and it is measured again"
-        reporter.emit(LogMessage(text, warning=True))
+        reporter.warn(f"the stored results of the {name} cannot be read ({error}), and it is measured again")
         return None

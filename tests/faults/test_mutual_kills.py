@@ -237,7 +237,7 @@ def test_a_group_grows_loses_a_worker_and_makes_the_labels_of_one_process(
             killed.append("trainer 1")
 
     monkeypatch.setattr("distcse.runs.mutual.experiment.GroupContext", LateGroup)
-    monkeypatch.setattr("distcse.runs.mutual.worker_pool.PAUSE_S", 0.0)  # these phases take less time than a restart
+    monkeypatch.setattr("distcse.runs.mutual.group.PAUSE_S", 0.0)  # these phases take less time than a restart
     pooled = run_mutual(with_values(recipe, TWO_SHARED), Reporter(on_event))
     assert killed and pooled.best and not pooled.interrupted
     assert not early, "trainers were started for the scores of the start"

@@ -25,7 +25,7 @@ from distcse.errors import (
 )
 from distcse.models import Encoder, build_projection, model_fingerprint, pool, resolve_model
 from distcse.recipe import EncoderSection, Pooling, StudentSection
-from distcse.runs.distillation.model import Batch, StudentModel, build_encoder
+from distcse.runs.distillation.distillation_task import Batch, StudentModel, build_encoder
 from distcse.text.collate import Tokens
 from tests.failures import fails_with
 from tests.models import change_json, their_vectors

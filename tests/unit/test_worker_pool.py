@@ -30,11 +30,8 @@ from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepRepor
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
 from distcse.runs.mutual.experiment import run_groups
-from distcse.runs.mutual.group import Group
-from distcse.runs.mutual.label_exchange import LabelExchange
-from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, Scores, StoredScores
-from distcse.runs.mutual.processes import plan_groups, with_max_workers, worker_counts
-from distcse.runs.mutual.worker_pool import (
+from distcse.runs.mutual.group import (
+    Group,
     PooledGroup,
     PoolMember,
     RemainingWork,
@@ -43,6 +40,9 @@ from distcse.runs.mutual.worker_pool import (
     WorkerPool,
     allocate_workers,
 )
+from distcse.runs.mutual.label_exchange import LabelExchange
+from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, Scores, StoredScores
+from distcse.runs.mutual.processes import plan_groups, with_max_workers, worker_counts
 from distcse.storage import open_store
 from tests.failures import fails_with
 from tests.models import make_encoder
@@ -328,7 +328,7 @@ def assert_labels_of_all(folder: Path) -> None:
 def test_groups_share_workers_from_the_start_to_the_end_of_a_run(
     three: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distcse.runs.mutual.worker_pool.PAUSE_S", 0.001)
+    monkeypatch.setattr("distcse.runs.mutual.group.PAUSE_S", 0.001)
     in_use: dict[int, str] = {}
     steps = {"a": 0.012, "b": 0.001, "c": 0.001}
     pool = WorkerPool({name: make_member(seconds, (1, 2)) for name, seconds in steps.items()}, lambda: range(2))

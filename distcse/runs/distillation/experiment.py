@@ -24,9 +24,8 @@ from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import NodeNeeds, joined_for_devices, model_memory, report_gpus, waited_for_nodes
 from distcse.runs.directory import RunDirectory, check_storage
 from distcse.runs.distillation.corpus import band_warnings, extent_of, fit_to_corpus, model_warnings, read_corpus
-from distcse.runs.distillation.distillation_task import TrainSpec
+from distcse.runs.distillation.distillation_task import TrainSpec, encoder_weights
 from distcse.runs.distillation.final_evaluation import ScoredStudent, contamination_of, final_scores, labelled_tasks
-from distcse.runs.distillation.model import encoder_weights
 from distcse.runs.distillation.preflight import recipe_questions, rehearse_run
 from distcse.runs.distillation.preparation import (
     PreparedCorpus,

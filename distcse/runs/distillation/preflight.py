@@ -12,7 +12,7 @@ from distcse.devices.device import use_available_cpus
 from distcse.devices.gpu_plan import PlansOfTrials, report_plans
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.evaluation import read_dev
-from distcse.events import LogMessage, Reporter
+from distcse.events import Reporter
 from distcse.losses import build_objective, try_custom_terms
 from distcse.models import Encoder
 from distcse.preflight.warnings import report_warnings
@@ -29,8 +29,8 @@ from distcse.runs.distillation.corpus import (
     require_embedding_gpus,
     teacher_token_warnings,
 )
+from distcse.runs.distillation.distillation_task import build_student
 from distcse.runs.distillation.final_evaluation import labelled_tasks
-from distcse.runs.distillation.model import build_student
 from distcse.runs.distillation.preparation import require_shared_projection, require_vectors
 from distcse.runs.distillation.processes import (
     describe_resources,
@@ -86,7 +86,7 @@ def rehearse_run(
     if tasks.tasks:
         reporter.found("labelled", f"{len(tasks.tasks)} sets to evaluate on")
     for line in tasks.missing:
-        reporter.emit(LogMessage(f"missing: {line}", warning=True))
+        reporter.warn(f"missing: {line}")
     corpus = read_corpus(recipe, reporter)
     recipe = fit_to_corpus(recipe, corpus, reporter)
     require_vectors(recipe)

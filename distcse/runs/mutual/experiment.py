@@ -17,7 +17,7 @@ from distcse.devices.gpu_plan import PlansOfTrials, Process
 from distcse.devices.resources import Node
 from distcse.errors import DistcseError, StoppedEarlyError
 from distcse.evaluation import Contamination, Tasks
-from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
+from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.models import Encoder
 from distcse.preflight.precision import Role
 from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
@@ -216,7 +216,7 @@ def run_groups(
             can_drop = failed.is_own_failure and recipe.mutual.on_failure == "drop"
             if not (can_drop and exchange.drop(group.name, failed.coded_message)):
                 raise
-            group_reporter.emit(LogMessage(f"dropped: {failed.coded_message}", warning=True))
+            group_reporter.warn(f"dropped: {failed.coded_message}")
             group_reporter.emit(GroupActivity("", "dropped"))
 
     def run_group_or_end(number: int) -> None:

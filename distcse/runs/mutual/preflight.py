@@ -11,7 +11,7 @@ from distcse.devices.device import default_device
 from distcse.devices.gpu_plan import PlansOfTrials, report_plans
 from distcse.errors import InvalidValueError, NotFiniteError
 from distcse.evaluation import RecordedScores, StsTask, VectorModel, read_dev, reporting
-from distcse.events import LogMessage, Reporter
+from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_weak_label_source
@@ -69,7 +69,7 @@ def rehearse_groups(
         trial_gpus = plans_of_trials(backend.cluster.nodes())[-1].gpus[0]
     recipe = with_max_workers(with_precisions(recipe, backend.cluster, reporter, trial_gpus=trial_gpus), reporter)
     for line in labelled_tasks(recipe).missing:
-        reporter.emit(LogMessage(f"missing: {line}", warning=True))
+        reporter.warn(f"missing: {line}")
     if recipe.pairs.mine is None:
         with temporary_pairs(recipe, reporter) as pairs:
             reporter.found("pairs", f"{len(pairs):,} different pairs")

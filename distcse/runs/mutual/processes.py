@@ -227,11 +227,10 @@ def with_max_workers(recipe: MutualRecipe, reporter: Reporter) -> MutualRecipe:
     groups = []
     for number, (group, size) in enumerate(zip(recipe.groups, sizes, strict=True)):
         if group.max_workers is None and size is None:
-            text = (
+            reporter.warn(
                 f"the size of {group.backbone} is not known on this machine; group {group.name} takes at most its "
                 f"{group.workers} workers; write groups.{number}.max_workers for more"
             )
-            reporter.emit(LogMessage(text, warning=True))
         most = group.max_workers or _most(recipe, group, (size or smallest) / smallest)
         groups.append(group.model_copy(update={"max_workers": most}))
     numbers = ", ".join(f"{group.name} {group.max_workers}" for group in groups)
