@@ -160,7 +160,7 @@ def test_models_with_other_heads_are_loaded_and_saved_in_silence(
 
 
 def test_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training with every ZeRO stage is in test_workers.py; this names what moved."""
+    """Training with every ZeRO stage is in test_student.py; this names what moved."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     deepspeed = pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     from deepspeed.runtime.zero import stage3, stage_1_and_2

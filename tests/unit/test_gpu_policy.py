@@ -1,8 +1,12 @@
-"""`resources.gpu` in a process without Ray, and the memory of a fraction of a GPU."""
+"""`resources.gpu` in a process without Ray, the memory of a fraction of a GPU, and what a process returns to the kernel."""
 
 from __future__ import annotations
 
+import gc
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,6 +17,7 @@ import torch
 
 from distcse.devices import host
 from distcse.devices.device import default_device, gpu_count, has_gpu, limit_memory
+from distcse.devices.process import gc_paused
 from distcse.errors import ClusterTooSmallError, RayConnectionError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import Recipe
@@ -21,6 +26,7 @@ from distcse.runs.cluster_fit import gpu_policy
 from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.mutual.experiment import MutualDistillation
 from tests.clusters import FixedCluster
+from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.gpusim import Simulation
 from tests.pairs import make_mutual_recipe
@@ -130,3 +136,45 @@ def test_a_fraction_of_a_gpu_has_that_fraction_of_its_memory(simulated_gpu: Simu
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(20_000, dtype=torch.uint8, device="gpu")
         assert held.numel() == 40_000
+
+
+# -- memory of a process -------------------------------------------------------------------------------------------------
+
+
+_PROGRAM = """
+from pathlib import Path
+from distcse.devices.host import release_memory
+
+def megabytes():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) / 1024
+
+held = [b"x" * 2**20 for _ in range(400)]
+last = held[-1]  # the topmost block keeps the heap from shrinking by itself
+del held
+before = megabytes()
+release_memory()
+print(before - megabytes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is configured")
+def test_release_memory_returns_free_memory() -> None:
+    environment = {**os.environ, **host.MALLOC_ENV, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert float(done.stdout) > 300
+
+
+def test_the_collectors_state_is_restored() -> None:
+    assert gc.isenabled()
+    with gc_paused():
+        assert not gc.isenabled()
+        with gc_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ModuleNotFoundError), gc_paused():
+        import no_such_library  # type: ignore[import-not-found]  # noqa: F401
+    assert gc.isenabled()
