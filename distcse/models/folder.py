@@ -117,7 +117,7 @@ class ModelFolder:
         return config
 
 
-def open_model(name: str, trust_remote_code: bool = False, only_local: bool = False) -> ModelFolder:
+def open_model(name: str, trust_remote_code: bool = False) -> ModelFolder:
     """Find a model by name, read its layout, and check that its weights can be loaded.
 
     Raises:
@@ -126,7 +126,7 @@ def open_model(name: str, trust_remote_code: bool = False, only_local: bool = Fa
         ModelFormatError: Weights are missing, or a file is malformed or a Git LFS pointer.
         UnsupportedModelError: distcse does not support something that the folder contains.
     """
-    root = resolve_model(name, trust_remote_code, only_local=only_local)
+    root = resolve_model(name, trust_remote_code)
     require_weights(backbone_folder(root))
     folder = ModelFolder.read(root, trust_remote_code)
     for path, shape in folder.layout.head:

@@ -148,10 +148,10 @@ def kendall(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
     return float(100 * np.mean([kendalltau(a, b).statistic for a, b in zip(one, other, strict=True)]))
 
 
-def overlap(one: NDArray[np.floating], other: NDArray[np.floating], nearest: int = NEAREST) -> float:
+def overlap(one: NDArray[np.floating], other: NDArray[np.floating]) -> float:
     """Compute the percentage of nearest neighbors shared by two teachers' (n, m) lists, mean over sentences."""
-    ours, theirs = (np.argpartition(-lists, nearest - 1, axis=1)[:, :nearest] for lists in (one, other))
-    return float(100 * np.mean([len(np.intersect1d(a, b)) / nearest for a, b in zip(ours, theirs, strict=True)]))
+    ours, theirs = (np.argpartition(-lists, NEAREST - 1, axis=1)[:, :NEAREST] for lists in (one, other))
+    return float(100 * np.mean([len(np.intersect1d(a, b)) / NEAREST for a, b in zip(ours, theirs, strict=True)]))
 
 
 def _drop_diagonal(cosines: NDArray[np.float32]) -> NDArray[np.float32]:
