@@ -40,7 +40,7 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import extent_of, fit_to_corpus, model_warnings
 from distcse.runs.distillation.experiment import Distillation, DistillationTrials
-from distcse.runs.distillation.preflight import check_embedding, embed_corpus
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.experiment import experiment_of
 from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.storage import open_store, resolve_path
@@ -129,24 +129,18 @@ def test_text_that_tokenizers_do_not_know_is_warned_of(tiny: Callable[..., Path]
     """Word pieces of English in Amharic text; a byte-level tokenizer knows every text."""
     lines = [f"ሰላም ነው {'ቤት ' * (number % 7)}ልጅ {'መጽሐፍ ' * (number % 11)}" for number in range(100)]
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], lines, *SHORT)
+    backend, models = LocalBackend(), {"a": str(tiny("bert")), "b": str(tiny("roberta"))}
+    texts, options = tmp_path / "corpus.txt", LoadOptions(pooling="mean", max_length=16)
 
     def reported(work: Callable[[Reporter], object]) -> list[str]:
         events: list[Event] = []
         work(Reporter(events.append))
         return [event.text for event in events if isinstance(event, LogMessage) and "DCSE-W10" in event.text]
 
-    experiment = Distillation(recipe)
-    student, teacher = reported(lambda reporter: experiment.check(LocalBackend(), reporter))
+    student, teacher = reported(lambda reporter: Distillation(recipe).check(backend, reporter))
     assert "100% of the text's tokens" in student and "of student," in student and "of teacher 0," in teacher
-    assert reported(lambda reporter: embed_corpus(recipe, LocalBackend(), reporter)) == [teacher]
-    assert reported(lambda reporter: check_embedding(recipe, LocalBackend(), reporter)) == [teacher]
-    models = {"a": str(tiny("bert")), "b": str(tiny("roberta"))}
-    options = LoadOptions(pooling="mean", max_length=16)
-    (line,) = reported(
-        lambda reporter: measure(
-            models, texts=tmp_path / "corpus.txt", load_options=options, dry_run=True, listen=reporter.emit
-        )
-    )
+    assert reported(lambda reporter: embed_corpus(recipe, backend, reporter)) == [teacher]
+    (line,) = reported(lambda r: measure(models, texts=texts, load_options=options, dry_run=True, listen=r.emit))
     assert "of a, which" in line
 
 
