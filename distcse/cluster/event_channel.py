@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -21,6 +21,21 @@ _ANSWER_TIMEOUT_S = 10.0
 """Seconds for the actor to answer, including a restart. It is limited so that a hung actor does not block the run."""
 
 
+class _Taken(NamedTuple):
+    """What the driver learns from the actor at once."""
+
+    workers: dict[int, tuple[Any, str]]
+    """Actors of the workers by rank, with the ids of their nodes."""
+    has_finished: bool
+    """Whether rank 0 has finished."""
+    returned: bytes | None
+    """The value that rank 0 has sent."""
+    failure: bytes | None
+    """The error that ended a worker."""
+    events: list[Event]
+    """Rank 0's events since the last time."""
+
+
 class EventActor:
     """Actor that stores rank 0's events until the driver takes them.
 
@@ -30,15 +45,14 @@ class EventActor:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._stop = False
-        self._workers: dict[int, Any] = {}
-        self._hosts: dict[int, str] = {}
+        self._workers: dict[int, tuple[Any, str]] = {}
         self._failure: bytes | None = None
         self._finished = False
         self._returned: bytes | None = None  # not unpickled here, which would import PyTorch
 
     def start(self, rank: int, worker: Any, host: str) -> None:
         """Record a worker's actor and the id of its node; a restarted one calls this again."""
-        self._workers[rank], self._hosts[rank] = worker, host
+        self._workers[rank] = worker, host
         if rank == 0:
             self._finished, self._returned, self._failure = False, None, None
 
@@ -51,27 +65,15 @@ class EventActor:
         """Record the error that ended a worker, the first if there are several."""
         self._failure = self._failure or error
 
-    def workers(self) -> list[Any]:
-        """Return the actors of all workers."""
-        return list(self._workers.values())
-
-    def hosts(self) -> set[str]:
-        """Return the ids of the workers' nodes."""
-        return set(self._hosts.values())
-
-    def returned(self) -> bytes | None:
-        """Return the value that rank 0 has sent; None if it has not finished, or if this actor has restarted since."""
-        return self._returned
-
     def emit(self, event: Event) -> bool:
         """Store an event, and return whether the run must stop."""
         self._events.append(event)
         return self._stop
 
-    def take(self) -> tuple[Any, bool, bytes | None, list[Event]]:
-        """Return rank 0's actor (None if unknown), whether it has finished, a worker's error, and the new events."""
+    def take(self) -> _Taken:
+        """Return what is known of the workers, and the new events."""
         events, self._events = self._events, []
-        return self._workers.get(0), self._finished, self._failure, events
+        return _Taken(self._workers, self._finished, self._returned, self._failure, events)
 
     def stop(self) -> None:
         """Request that the run stops."""
@@ -93,9 +95,10 @@ class EventChannel:
         """The actor's handle, to pass to workers; see `reporter_of`."""
         self.has_started = False
         """Whether a worker had started at the last `relay`; it can be lost since."""
-        self._worker: Any = None
+        self._workers: dict[int, tuple[Any, str]] = {}
         self._is_pausing = False
         self._finished = False
+        self._returned: bytes | None = None
         self._taking: Any = None
         self._failure: bytes | None = None
         self._failed_at = 0.0
@@ -103,7 +106,7 @@ class EventChannel:
 
     def has_worker(self) -> bool:
         """Return whether the worker runs or has finished. It is asked, and answers within 1 s."""
-        return self._finished or (self.has_started and (self._worker is None or _is_alive(self._worker)))
+        return self._finished or (self.has_started and (0 not in self._workers or _is_alive(self._workers[0][0])))
 
     def idle_s(self) -> float:
         """Return the seconds since the channel was opened or the worker was found lost; 0 if it runs or has finished."""
@@ -123,15 +126,16 @@ class EventChannel:
         # A later call reads a late answer: a second `take` would lose its events.
         if not ray.wait([self._taking], timeout=_ANSWER_TIMEOUT_S)[0]:
             return
-        taken, self._taking = self._taking, None
-        worker, self._finished, failure, events = ray.get(taken)
-        self._worker = worker or self._worker
-        if failure is not None and self._failure is None:
+        answer, self._taking = self._taking, None
+        taken: _Taken = ray.get(answer)
+        self._workers |= taken.workers  # a restarted actor knows none
+        self._finished, self._returned = taken.has_finished, taken.returned
+        if taken.failure is not None and self._failure is None:
             self._failed_at = time.monotonic()
-        self._failure = failure
-        if not self.has_started and (worker is not None or events):
+        self._failure = taken.failure
+        if not self.has_started and (0 in self._workers or taken.events):
             self.has_started, self._idle_since = True, None
-        for event in events:
+        for event in taken.events:
             reporter.emit(event)
 
     def pause(self) -> None:
@@ -139,11 +143,8 @@ class EventChannel:
         self._is_pausing = True
 
     def hosts(self) -> set[str]:
-        """Return the ids of the workers' nodes; none if the actor does not answer."""
-        try:
-            return set(ray.get(self.actor.hosts.remote(), timeout=_ANSWER_TIMEOUT_S))
-        except GetTimeoutError:
-            return set()
+        """Return the ids of the workers' nodes."""
+        return {host for _, host in self._workers.values()}
 
     def failure(self, after_s: float) -> DistcseError | None:
         """Return the error that ended a worker at least `after_s` seconds before the last `relay`; None if there is none."""
@@ -154,7 +155,7 @@ class EventChannel:
 
     def writes_checkpoint(self) -> bool:
         """Return whether a worker's process writes a checkpoint; one that does not answer counts as not writing."""
-        answers = [call_in(worker, _is_writing) for worker in self._workers()]
+        answers = [call_in(worker, _is_writing) for worker, _ in self._workers.values()]
         ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_TIMEOUT_S) if answers else ([], [])
         found = False
         for answer in ready:
@@ -164,24 +165,12 @@ class EventChannel:
 
     def kill_workers(self) -> None:
         """Kill the processes of all workers."""
-        for worker in self._workers():
+        for worker, _ in self._workers.values():
             ray.kill(worker)
 
-    def _workers(self) -> list[Any]:
-        """Return the actors of all workers; of those that `relay` knows if the event actor does not answer."""
-        try:
-            workers: list[Any] = ray.get(self.actor.workers.remote(), timeout=_ANSWER_TIMEOUT_S)
-            return workers
-        except GetTimeoutError:
-            return [] if self._worker is None else [self._worker]
-
     def returned(self) -> Any:
-        """Return the value that rank 0 sent; None if the actor has lost it in a restart, or does not answer."""
-        try:
-            sent: bytes | None = ray.get(self.actor.returned.remote(), timeout=_ANSWER_TIMEOUT_S)
-        except GetTimeoutError:
-            return None
-        return None if sent is None else ray.cloudpickle.loads(sent)
+        """Return the value that rank 0 had sent at the last `relay`; None if the actor has lost it in a restart."""
+        return None if self._returned is None else ray.cloudpickle.loads(self._returned)
 
     def close(self) -> None:
         """Kill the actor."""

@@ -156,7 +156,8 @@ def _run_trainer(
             if not (is_pausing and is_elastic):  # an elastic run does not wait for what it loses
                 watchdog.check()
             time.sleep(0.2)
-        channel.relay(reporter)
+        for _ in range(2):  # the first may read the answer of a call from before the end
+            channel.relay(reporter)
         finished = running.result()
         returned = finished.return_value if has_returned_value() else channel.returned()
     except ray.train.TrainingFailedError as failed:

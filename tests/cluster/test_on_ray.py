@@ -217,6 +217,7 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
         assert channel.idle_s() == 0
         announce_end(channel.actor, 1, "of rank 1")
         announce_end(channel.actor, 0, "result")
+        channel.relay(Reporter())
         assert channel.returned() == "result"
         ray.kill(later)
         time.sleep(0.5)
