@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from distcse.recipe import Recipe, read_recipe, with_values
 from distcse.runs.distillation.processes import with_precisions, with_teacher_precisions
 from distcse.runs.experiment import experiment_of
 from tests.clusters import FixedCluster
+from tests.conftest import ROOT
+from tests.hub import run_hub
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -150,3 +154,51 @@ def test_plan_and_doctor_select_the_same_precision_as_a_run(
     in_bf16 = experiment_of(with_values(recipe, {"training.precision": "bf16"}))
     check = machine.check_precision(in_bf16.precision_roles([SLOW]))
     assert check.verdict == "warn" and "training.precision" in check.fix
+
+
+FIRST_AND_LATER = """
+import sys
+import distcse.runs.cluster_fit as cluster_fit
+import distcse.runs.distillation.processes as roles
+from distcse.devices.device import DeviceSpeed
+from distcse.events import Reporter
+from distcse.models import resolve_model
+from distcse.recipe import load_recipe
+cluster_fit.local_speed = lambda: DeviceSpeed("NVIDIA A100", "gpu", frozenset({"bf16", "fp16"}), {})
+teachers = ", ".join(f"{{backbone: me/{family}, precision: auto}}" for family in ("t5", "bert"))
+recipe = load_recipe(sys.argv[1], [f"teachers.encoders=[{teachers}]"])
+def decide(decision):
+    print(*(teacher.precision for teacher in decision(recipe, None, Reporter()).teachers.encoders))
+decide(roles.with_precisions)
+decide(roles.with_teacher_precisions)
+resolve_model("me/t5"), resolve_model("me/bert")
+decide(roles.with_precisions)
+"""
+
+
+def test_the_family_of_a_hub_teacher_is_read_before_its_download(
+    recipe_with: MakeRecipe, tmp_path: Path, tiny: Callable[..., Path]
+) -> None:
+    recipe_with()
+    with run_hub() as hub:
+        for family in ("t5", "bert"):
+            files = [file for file in tiny(family).iterdir() if file.is_file()]
+            hub.models[f"me/{family}"] = {file.name: file.read_bytes() for file in files}
+            hub.private[f"me/{family}"] = False
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_AND_LATER, str(tmp_path / "recipe.yaml")],
+            env={
+                **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+                "HF_HOME": str(tmp_path / "hub"),
+                "HF_ENDPOINT": hub.url,
+                "PYTHONPATH": str(ROOT),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["bf16 fp16"] * 3
+    fetched = [path.rpartition("/")[2] for path in hub.requested_paths if "/resolve/" in path]
+    weights = fetched.index("model.safetensors")
+    assert fetched[:weights].count("config.json") >= 2, "both are read before any weights"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from huggingface_hub import HfApi, constants
@@ -18,9 +20,11 @@ from distcse.api import Run, run
 from distcse.compat import fix_of_hub_error
 from distcse.errors import DistcseError, HubUploadError, ModelNotFoundError
 from distcse.hub import prepare_upload
-from distcse.models import resolve_model
+from distcse.models import Encoder
 from tests.commands import command
+from tests.conftest import ROOT
 from tests.endpoints import Reply, open_endpoint
+from tests.hub import TOKEN, run_hub
 from tests.jobs import make_recipe
 from tests.models import change_json
 
@@ -126,39 +130,46 @@ def test_the_advice_fits_an_error_s_cause(error: Exception, fix: str) -> None:
     assert fix in found and bool(found) == bool(fix)
 
 
-def test_a_push_uploads_the_models_files_and_says_who_may(
-    done: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    uploaded: dict[str, Path | bytes | bool] = {}
-
-    def create(hub: HfApi, name: str, *, private: bool, exist_ok: bool) -> None:
-        uploaded["private"] = private and exist_ok and name == "me/mine"
-
-    def upload(hub: HfApi, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        for file in folder_path.rglob("*.*"):
-            uploaded[file.relative_to(folder_path).as_posix()] = file.read_bytes()
-
-    monkeypatch.setattr(HfApi, "create_repo", create)
-    monkeypatch.setattr(HfApi, "upload_folder", upload)
-    arguments = [str(done.directory), "--to", "me/mine", "--private", "--licence", "mit"]
-    assert main(arguments) == 0
-    assert capsys.readouterr().out == f"model   {constants.ENDPOINT}/me/mine\n" and uploaded["private"] is True
-    assert uploaded["model.safetensors"] == (done.model / "model.safetensors").read_bytes()
-    assert b"license: mit" in uploaded["README.md"]  # type: ignore[operator]
-
-    def refuse(hub: HfApi, **options: object) -> None:
-        raise LocalTokenNotFoundError("token required")
-
-    monkeypatch.setattr(HfApi, "upload_folder", refuse)
-    assert main(arguments) == 1
-    shown = capsys.readouterr().err
-    assert all(part in shown for part in (f"[{HubUploadError.code}]", "me/mine", "HF_TOKEN"))
+def run_python(code: list[str], home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment_without_hf = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return subprocess.run(
+        [sys.executable, *code],
+        env={**environment_without_hf, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), **environment},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
-def test_no_pickle_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: given.update(options) or tmp_path)
-    resolve_model("me/mine")
-    assert any(fnmatch("model.safetensors", pattern) for pattern in given["allow_patterns"])
-    for pickled in ("pytorch_model.bin", "1_Pooling/weights.bin", "model.pt", "model.pth"):
-        assert any(fnmatch(pickled, pattern) for pattern in given["ignore_patterns"]), pickled
+@pytest.mark.slow
+def test_a_pushed_model_can_be_loaded(done: Run, tmp_path: Path, sentences: list[str]) -> None:
+    push = ["-m", "distcse", "push", str(done.directory), "--to", "me/mine", "--private", "--licence", "mit"]
+    vectors = tmp_path / "vectors.npy"
+    encode = f"distcse.Encoder.load('me/mine').encode({sentences[:4]!r})"
+    load = ["-c", f"import numpy, distcse; numpy.save({str(vectors)!r}, {encode})"]
+    with run_hub() as hub:
+        refused = run_python(push, tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN="hf_wrong")
+        assert refused.returncode == 1
+        assert all(part in refused.stderr for part in (f"[{HubUploadError.code}]", "me/mine", "HF_TOKEN"))
+        pushed = run_python(push, tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+        assert pushed.returncode == 0, pushed.stderr
+        assert pushed.stdout == f"model   {hub.url}/me/mine\n" and hub.private["me/mine"]
+        assert hub.models["me/mine"]["model.safetensors"] == (done.model / "model.safetensors").read_bytes()
+        hub.models["me/mine"]["pytorch_model.bin"] = b"a pickle"
+        stranger = run_python(load, tmp_path, HF_ENDPOINT=hub.url)
+        assert stranger.returncode == 1 and "ModelNotFoundError" in stranger.stderr and "HF_TOKEN" in stranger.stderr
+        loaded = run_python(load, tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+        assert loaded.returncode == 0, loaded.stderr
+        assert not [path for path in hub.requested_paths if path.endswith(".bin")], "pickles are not downloaded"
+    expected = Encoder.load(done.model).encode(sentences[:4])
+    assert np.array_equal(np.load(vectors), expected)
+    assert any((tmp_path / "hub").rglob("model.safetensors")), "the cache is in HF_HOME"
+    assert any("license: mit" in file.read_text() for file in (tmp_path / "hub").rglob("README.md"))
+    vectors.unlink()
+    offline = run_python(load, tmp_path, HF_HUB_OFFLINE="1")  # the hub has stopped
+    assert offline.returncode == 0, offline.stderr
+    assert np.array_equal(np.load(vectors), expected)
+    nothing = run_python(load, tmp_path / "hub", HF_HUB_OFFLINE="1")
+    assert nothing.returncode == 1 and "ModelNotFoundError" in nothing.stderr and "me/mine" in nothing.stderr

@@ -1,6 +1,6 @@
 """Every operation that can take more than five seconds ends at a stop request within one more batch or shard.
 
-A call of a loop over batches that asks nobody fails, unless `SHORT` says why.
+`ASKS` lists the places that ask; a place that is missing there fails, and so does a call of a loop over batches that asks nobody.
 Tests on Ray: `tests/faults/test_kills.py`.
 """
 
@@ -422,6 +422,50 @@ def test_commands_exit_with_the_status_of_ctrl_c(capsys: pytest.CaptureFixture[s
     assert "stopped at once; all" in capsys.readouterr().err
 
 
+_RUN, _PASS = "test_a_stop_before_training_ends_the_run_at_once", "test_an_operation_stops_in_its_middle"
+_MUTUAL = "test_a_stop_before_the_first_phase_ends_the_run_at_once"
+_EVALUATION = "test_stopped_evaluation.py"
+ASKS = {
+    "evaluation/evaluation:measure_model": _PASS,
+    "runs/distillation/corpus:read_corpus": _RUN,
+    "runs/distillation/dev_ensemble:DevEnsemble.of": _PASS,
+    "runs/distillation/final_evaluation:_measure_student": _PASS,
+    "runs/distillation/final_evaluation:_measure_teacher": _PASS,
+    "runs/distillation/final_evaluation:contamination_of": _PASS,
+    "runs/distillation/preparation:_fit_projection": _RUN,
+    "runs/distillation/final_evaluation:_measure_ranks": _PASS,
+    "runs/distillation/corpus:prepare_tables": _RUN,
+    "runs/distillation/corpus:_verifying": _PASS,
+    "runs/distillation/corpus:prepare_tokens": _RUN,
+    "runs/distillation/corpus:_write_part": _PASS,
+    "runs/family/experiment:Family.run": "as _train_static",
+    "runs/family/experiment:_train_static": _PASS,
+    "runs/backend:LocalBackend.run_on_devices": _EVALUATION,
+    "runs/mutual/final_evaluation:contamination_of": "as the other contamination_of",
+    "runs/mutual/final_evaluation:_measure": _EVALUATION,
+    "runs/mutual/group:LocalGroup.score": "test_mutual_stopped.py",
+    "runs/mutual/mining:prepare_mining": "as read_corpus",
+    "runs/mutual/mining:_Followed.__iter__": "test_pairs.py",
+    "runs/mutual/mining:_mine_bands": _MUTUAL,
+    "runs/mutual/mining:_mine_bm25": "as _mine_bands",
+    "runs/mutual/pairs:read_pairs": _MUTUAL,
+    "runs/mutual/preflight:_score": _MUTUAL,
+    "runs/mutual/pairs:_prepare": _MUTUAL,
+    "runs/mutual/group:WorkerPool._wait_for_slots": "test_worker_pool.py",
+    "runs/measurement:_candidate": _PASS,
+    "runs/measurement:_add_retrieval_with_documents_by": "as _candidate",
+    "cluster/embedding_actors:_EmbeddingTasks._check": "tests/faults/test_kills.py",
+    "cluster/ray_group:RayGroup._check_wait": "tests/faults/test_mutual_kills.py",
+    "cluster/ray_group:RayGroup._retry": "tests/faults/test_mutual_kills.py",
+    "cluster/teacher_servers:co_located_servers": "tests/faults/test_kills.py",
+    "cluster/train_workers:_run_trainer": "tests/faults/test_kills.py",
+    "cluster/tune:TrialListener.on_step_end": "tests/cluster/test_sweep.py",
+    "runs/lease:_wait": "test_lease.py",
+    "runs/lease:_local_lock": "test_lease.py",
+    "teachers/comparison:compare": _PASS,
+    "tuning/final_evaluation:_measure": "as _measure_student",
+}
+"""The places that ask for a stop request between batches or shards, and the test that stops each in its middle."""
 SHORT = {
     "evaluation/candidates:_with_total": "static models: tens of thousands of sentences a second",
     "evaluation/contamination:Contamination.write": "a small file of a model's folder",
@@ -442,6 +486,7 @@ SHORT = {
     "tuning/records:write_tables": "a Parquet table",
 }
 """Calls of a loop over batches that ask nobody, and why."""
+_QUESTIONS, _HELPERS = {"advance", "check_stop", "follow"}, {"start_stage", "reporting"}
 _LOOPS = {
     "encode",
     "encode_each",
@@ -478,6 +523,23 @@ def _in_function(name: str) -> bool:
 def modules() -> Iterator[tuple[str, ast.AST]]:
     for file in sorted((ROOT / "distcse").rglob("*.py")):
         yield file.relative_to(ROOT / "distcse").with_suffix("").as_posix(), ast.parse(file.read_text())
+
+
+def test_each_place_that_asks_is_listed_with_its_test() -> None:
+    found = set()
+    for module, tree in modules():
+        for name, node in functions(tree):
+            asks = isinstance(node, ast.Attribute) and node.attr in _QUESTIONS
+            helps = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _HELPERS
+            if asks or helps:
+                found.add(f"{module}:{name}")
+    helpers = {
+        "evaluation/models:reporting",
+        "runs/distillation/corpus:start_stage",
+        "events:Reporter.advance",
+        "events:Reporter.follow",
+    }
+    assert found - helpers == set(ASKS)
 
 
 def test_no_loop_over_batches_is_called_without_a_question() -> None:
