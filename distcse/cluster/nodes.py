@@ -108,6 +108,9 @@ def cluster_speeds() -> ClusterSpeeds:
     asked = [node for node in nodes if node.id != own_id or (node.resources.get("GPU") and not has_gpu())]
     # `max_calls` frees the process's CUDA context.
     speeds = ask_nodes(asked, _local_speeds, max_calls=1, runtime_env={"env_vars": SEES_ALL_GPUS})
+    for answer in speeds.values():
+        if isinstance(answer, ray.exceptions.RayTaskError):  # the node works, and the function does not
+            raise answer
     answers = [(node, speeds[node.id] if node in asked else _local_speeds()) for node in nodes]
     return ClusterSpeeds([(node, answer) for node, answer in answers if isinstance(answer, list)])
 
