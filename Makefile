@@ -14,6 +14,9 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2
 ## TORCH_INDEX=URL	where pip also looks for torch (default: PyTorch's CPU builds where there is no NVIDIA driver; empty: nowhere else)
 TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 
+# Hundreds of processes import the same modules: without their bytecode, each compiles PyTorch, Ray and this package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two processes take file after file, the longest first; the smoke tests on Ray go to the same one (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 UNIT := tests/unit tests/oracle benchmarks/tests
