@@ -23,7 +23,7 @@ UNIT := tests/unit tests/oracle benchmarks/tests
 
 # PyTorch's kernels as on a CPU without AVX-512, and the tests of what is chosen or computed otherwise there.
 OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-ON_OLDER_CPU := $(addprefix tests/unit/test_,models_fast.py precision.py teachers.py encoder.py cross_encoder.py student.py)
+ON_OLDER_CPU := $(addprefix tests/unit/test_,models_fast.py precision.py teacher_kinds.py encoder.py head.py student.py)
 
 OLDEST_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 
