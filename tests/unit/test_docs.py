@@ -88,6 +88,16 @@ def test_the_tests_that_hold_promises_are_there() -> None:
         )
 
 
+def test_the_files_that_make_names_are_there() -> None:
+    """Those of the night's targets too, which no other check runs."""
+    targets = ("test", "test-faults", "test-oldest-ray", "test-slow")
+    shown = subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = {word.partition("::") for word in re.findall(r"\S*\btests/\S*", shown)}
+    assert len(named) > 8
+    for file, _, function in named:
+        assert (ROOT / file).exists() and (not function or f"def {function}(" in (ROOT / file).read_text()), file
+
+
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_is_committed_as_run_from_top_to_bottom(file: Path) -> None:
     code = [cell for cell in json.loads(file.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
