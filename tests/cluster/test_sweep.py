@@ -27,6 +27,7 @@ from distcse.events import Event, LogMessage, Reporter, StageProgress, TrialUpda
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe, with_values
 from distcse.report.sweep_page import rows_of, write_sweep_pages
+from distcse.storage import open_store
 from distcse.tuning.records import read_trials
 from distcse.tuning.sweep import begin
 from distcse.tuning.trial import TrialContext, run_trial
@@ -295,15 +296,15 @@ def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(
         while not ended and time.monotonic() < deadline and driver.poll() is None:
             time.sleep(0.1)
             folders = list(runs.glob("*/trials"))
-            ended = {t.name for t in read_trials(folders[0]) if t.ended} if folders else set()
+            ended = {t.name for t in read_trials(open_store(folders[0])) if t.ended} if folders else set()
         driver.kill()
         driver.wait()
     assert ended, (tmp_path / "log.txt").read_text()
     (folder,) = runs.iterdir()
-    before = {t.name: t for t in read_trials(folder / "trials")}
+    before = {t.name: t for t in read_trials(open_store(folder / "trials"))}
     assert len(before) < 3
     assert cli.main(["tune", "--resume", str(folder)]) == 0
-    after = {t.name: t for t in read_trials(folder / "trials")}
+    after = {t.name: t for t in read_trials(open_store(folder / "trials"))}
     assert len(after) == 3 and all(trial.status == "finished" for trial in after.values())
     for name in ended:
         assert after[name] == before[name]  # including its seconds

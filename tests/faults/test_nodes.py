@@ -155,6 +155,6 @@ def test_groups_on_three_machines_make_the_labels_of_one_process(
     all_nodes = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
     assert places["TrainingActor"] == places["ScoringActor"] == all_nodes
     for number in range(3):
-        one, other = (PhaseStore(run).labels(Phase(number)) for run in (local, remote))
+        one, other = (PhaseStore(open_store(run)).labels(Phase(number)) for run in (local, remote))
         assert one is not None and other is not None
         np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
