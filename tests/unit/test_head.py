@@ -341,13 +341,3 @@ def test_pairs_come_in_any_container(scorer: CrossEncoder) -> None:
 def test_what_is_no_pair_is_refused_with_its_place(pairs: Any, named: list[str], scorer: CrossEncoder) -> None:
     with fails_with(ArgumentError, *named):
         scorer.score(pairs)
-
-
-def test_a_head_damaged_after_its_export_is_refused(with_head: Path, tmp_path: Path) -> None:
-    Encoder.load(with_head).save(tmp_path / "ours")
-    file = tmp_path / "ours" / "2_Dense" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
-    with fails_with(ModelFormatError, "2_Dense/model.safetensors", "distcse/checksums.json"):
-        Encoder.load(tmp_path / "ours")
