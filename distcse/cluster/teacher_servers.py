@@ -157,9 +157,7 @@ def served(
         if table is not None:
             make = partial(open_table_teacher, teacher, table)
         else:
-            from distcse.teachers.kinds import (
-                open_live,  # imported here, so that servers of tables do not import PyTorch
-            )
+            from distcse.teachers.kinds import open_live  # here: servers of tables do not import PyTorch
 
             make = partial(open_live, teacher, corpus.store, section.tokens_per_batch)
         factories[number] = make, server_resources(section, teacher, gpus)

@@ -70,11 +70,8 @@ GPUS = {
 @cache
 def _cpu_rate() -> float:
     """Return the FLOP/s of fp32 matrix products on one thread, timed for some milliseconds."""
-    from distcse.devices.device import (  # `parse_cluster` answers before PyTorch is imported
-        LARGE,
-        product,
-        thread_seconds,
-    )
+    # Not above: `parse_cluster` answers before PyTorch is imported.
+    from distcse.devices.device import LARGE, product, thread_seconds
 
     return 2.0 * math.prod(LARGE) / thread_seconds([product(LARGE)])[0]
 
