@@ -120,6 +120,24 @@ def test_a_separate_disk_per_node_is_refused_with_the_key_to_set(
     assert f"set {key}" in error
 
 
+def test_groups_on_three_machines_make_the_labels_of_one_process(
+    three: list[Machine], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    """One group has two workers on two machines, the other one worker on the third. No dropout, as it depends on the worker."""
+    overrides = ("mutual.cycles=1", *(f"groups.{number}.dropout=0.0" for number in (0, 1)))
+    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *overrides)
+    local = run_mutual(recipe, Reporter()).directory.path
+    placement = ("groups.0.workers=2", "groups.0.node_labels={role: students}", "groups.1.node_labels={role: teachers}")
+    remote = three[0].train(tmp_path / "recipe.yaml", *overrides, *placement, "ray=true")
+    places = places_of_last_run(three[0])
+    all_nodes = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
+    assert places["TrainingActor"] == places["ScoringActor"] == all_nodes
+    for number in range(3):
+        one, other = (PhaseStore(open_store(run)).labels(Phase(number)) for run in (local, remote))
+        assert one is not None and other is not None
+        np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
+
+
 def test_a_run_continues_with_fewer_workers_after_the_loss_of_a_machine(
     recipe_file: Path, three: list[Machine]
 ) -> None:
@@ -140,21 +158,3 @@ def test_a_run_continues_with_fewer_workers_after_the_loss_of_a_machine(
     steps = [event["step"] for event in events if event["event"] == "StepReport"]
     assert steps[-1] == 176 and len(steps) > len(set(steps))  # steps after the last checkpoint were repeated
     assert_same_learning(weights_of(local.directory.path), weights_of(remote))
-
-
-def test_groups_on_three_machines_make_the_labels_of_one_process(
-    three: list[Machine], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
-) -> None:
-    """One group has two workers on two machines, the other one worker on the third. No dropout, as it depends on the worker."""
-    overrides = ("mutual.cycles=1", *(f"groups.{number}.dropout=0.0" for number in (0, 1)))
-    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *overrides)
-    local = run_mutual(recipe, Reporter()).directory.path
-    placement = ("groups.0.workers=2", "groups.0.node_labels={role: students}", "groups.1.node_labels={role: teachers}")
-    remote = three[0].train(tmp_path / "recipe.yaml", *overrides, *placement, "ray=true")
-    places = places_of_last_run(three[0])
-    all_nodes = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
-    assert places["TrainingActor"] == places["ScoringActor"] == all_nodes
-    for number in range(3):
-        one, other = (PhaseStore(open_store(run)).labels(Phase(number)) for run in (local, remote))
-        assert one is not None and other is not None
-        np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
