@@ -9,7 +9,7 @@ Data-parallel engines average gradients instead, and therefore multiply the shar
 from distcse.losses.consistency import Consistency, jensen_shannon, negative_entropy
 from distcse.losses.detection import ReplacedTokenDetection, detection
 from distcse.losses.info_nce import InfoNCE, info_nce, negative_weights
-from distcse.losses.objective import Objective, build_objective, try_custom_terms
+from distcse.losses.objective import Objective, build_objective, try_terms
 from distcse.losses.pseudo_labels import bce_soft, mse_cosine
 from distcse.losses.rank import ListMLE, ListNet, drop_positive, list_mle, list_net
 from distcse.losses.rank_regression import RankRegression, squared_errors
@@ -44,5 +44,5 @@ __all__ = [
     "negative_weights",
     "squared_distances",
     "squared_errors",
-    "try_custom_terms",
+    "try_terms",
 ]

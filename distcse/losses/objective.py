@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Collection
 
@@ -10,10 +11,16 @@ from torch import Tensor, nn
 
 from distcse.devices.distributed import all_reduce_sum
 from distcse.errors import CustomClassError
-from distcse.losses.views import TeacherOutputs, Views
+from distcse.losses.views import TeacherOutputs, Views, unit
 from distcse.recipe import ObjectiveSection
 from distcse.recipe.names import load_class
 from distcse.recipe.objective import HINGE_TERMS, CustomLossSection, LossSection, Need
+
+_TRIED_SIMILARITIES = 2**20
+"""Most similarities, R·C, of a batch that terms are tried on; of a larger global batch, R is a part."""
+_TRIED_WIDTH = 16
+"""Dimension of the views that terms are tried on."""
+_SIGNATURE = "write forward(self, views, teachers), called with Views and TeacherOutputs"
 
 
 class Objective(nn.Module):
@@ -107,46 +114,64 @@ def build_objective(section: ObjectiveSection) -> Objective:
 def _build_term(key: str, loss: LossSection, tau1: float) -> nn.Module:
     """Create a term: a module that is called with `Views` and `TeacherOutputs`, and returns this worker's share."""
     class_path, arguments = loss.term(tau1)
-    term_class = load_class(class_path, f"{key}.class_path")
+    place = _class_place(key, loss)
+    term_class = load_class(class_path, place)
     if not issubclass(term_class, nn.Module):
-        raise CustomClassError(f"{key}.class_path is {class_path}, which is not a torch.nn.Module; subclass it")
+        raise CustomClassError(f"{place} is {class_path}, which is not a torch.nn.Module; subclass it")
     try:
         term = term_class(**arguments)
     except TypeError as error:
         given = f"{key}.kwargs" if isinstance(loss, CustomLossSection) else f"what {type(loss).__name__}.term returns"
         raise CustomClassError(f"{key}: {class_path} does not accept {given}: {error}") from None
     if any(True for _ in term.parameters()):
-        raise CustomClassError(
-            f"{key}.class_path: {class_path} has parameters, which no optimizer would train; remove them"
-        )
+        raise CustomClassError(f"{place}: {class_path} has parameters, which no optimizer would train; remove them")
     return term
 
 
-def try_custom_terms(objective: Objective, section: ObjectiveSection, batch_size: int) -> None:
-    """Call each custom term once, on random views and lists of one worker's batch."""
+def _class_place(key: str, loss: LossSection) -> str:
+    """Return where the class of a term is named, for messages: only custom terms have a key for it."""
+    return f"{key}.class_path" if isinstance(loss, CustomLossSection) else f"the class of {key}"
+
+
+def try_terms(objective: Objective, section: ObjectiveSection, batch_size: int) -> None:
+    """Call each term once, on random views and teacher outputs of a global batch; `detection` needs a model and is not called.
+
+    Raises:
+        CustomClassError: A term fails, or returns no share of the loss.
+    """
     generator = torch.Generator().manual_seed(0)
-    for key, loss in section.custom.items():
-        if key not in objective.terms:
-            continue
-        class_path = f"objective.custom.{key}.class_path: {loss.class_path}"
-        z1, z2 = (torch.randn(batch_size, 16, generator=generator, requires_grad=True) for _ in range(2))
-        lists = torch.rand(batch_size, batch_size, generator=generator) if objective.needs_lists else None
-        try:
-            with torch.random.fork_rng(devices=[]):
-                result = objective.terms[key](Views(z1, z2, z1, z2), TeacherOutputs(lists))
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            raise CustomClassError(
-                f"{class_path} fails on a batch of random views: {type(error).__name__}: {error} ({last.filename}, line "
-                f"{last.lineno}); write forward(self, views, teachers), called with Views and TeacherOutputs"
-            ) from error
-        share = result[0] if isinstance(result, tuple) else result
-        if not (isinstance(share, Tensor) and share.ndim == 0 and share.requires_grad):
-            found = f"a tensor of shape {tuple(share.shape)}" if isinstance(share, Tensor) else type(share).__name__
-            raise CustomClassError(
-                f"{class_path} returns {found}{' without gradient' if isinstance(share, Tensor) else ''}; return this worker's "
-                "share of the loss, a scalar that depends on the views: the sum over its rows divided by views.columns"
-            )
+    rows = min(batch_size, max(1, _TRIED_SIMILARITIES // batch_size))
+    all_z1, all_z2 = (torch.randn(batch_size, _TRIED_WIDTH, generator=generator, requires_grad=True) for _ in range(2))
+    lists = torch.rand(rows, batch_size, generator=generator) if objective.needs_lists else None
+    targets = unit(torch.randn(rows, _TRIED_WIDTH, generator=generator)) if objective.needs_targets else None
+    # All rows as the same tensor, as with one worker (see `Views.reverse`).
+    z1, z2 = (all_z1, all_z2) if rows == batch_size else (all_z1[:rows], all_z2[:rows])
+    views, teachers = Views(z1, z2, all_z1, all_z2), TeacherOutputs(lists, targets)
+    for key, loss in section.active_terms.items():
+        if "detector" not in loss.needs:
+            place = f"{_class_place(f'objective.{key}', loss)}: {loss.term(section.tau1)[0]}"
+            _try_term(place, objective.terms[key.removeprefix("custom.")], views, teachers)
+
+
+def _try_term(place: str, term: nn.Module, views: Views, teachers: TeacherOutputs) -> None:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            result = term(views, teachers)
+    except Exception as error:
+        # Without a line of the term's own, the call itself failed: there is no forward, or it takes other arguments.
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [frame for frame in frames if not frame.filename.startswith(os.path.dirname(torch.__file__))]
+        fix = f"correct {own[-1].filename}, line {own[-1].lineno}" if own else _SIGNATURE
+        raise CustomClassError(
+            f"{place} fails on a batch of random views: {type(error).__name__}: {error}; {fix}"
+        ) from error
+    share = result[0] if isinstance(result, tuple) else result
+    if not (isinstance(share, Tensor) and share.ndim == 0 and share.requires_grad):
+        found = f"a tensor of shape {tuple(share.shape)}" if isinstance(share, Tensor) else type(share).__name__
+        raise CustomClassError(
+            f"{place} returns {found}{' without gradient' if isinstance(share, Tensor) else ''}; return this worker's "
+            "share of the loss, a scalar that depends on the views: the sum over its rows divided by views.columns"
+        )
 
 
 @torch.no_grad()

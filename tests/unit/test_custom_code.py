@@ -20,8 +20,18 @@ from distcse import cli
 from distcse.cluster.health import check_recipe
 from distcse.errors import CustomClassError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress, StepReport
+from distcse.losses import build_objective, try_terms
 from distcse.models import Encoder
-from distcse.recipe import Recipe, TeacherSection, load_recipe
+from distcse.recipe import (
+    DetectionSection,
+    ObjectiveSection,
+    RankRegressionSection,
+    Recipe,
+    RegressionSection,
+    TeacherSection,
+    load_recipe,
+)
+from distcse.recipe.objective import ClassAndArguments, LossSection, Need, Needs
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.teachers import kinds
@@ -101,6 +111,10 @@ class Signature(nn.Module):
 class Lines(nn.Module):
     def forward(self, views, teachers):
         return views.similarities.sun()
+class Wide(nn.Module):
+    def forward(self, views, teachers): return views.similarities.sum() + "1"
+class Reshaped(nn.Module):
+    def forward(self, views, teachers): return nn.functional.normalize(views.z1, dim=7).mean()
 class Rows(nn.Module):
     def forward(self, views, teachers): return views.similarities.mean(dim=1)
 class Number(nn.Module):
@@ -120,6 +134,9 @@ class Constant(nn.Module):
         ("odd_terms:NoModule", "{}", ("odd_terms:NoModule", "torch.nn.Module")),
         ("odd_terms:Signature", "{}", ("mine.class_path", "TypeError", "forward(self, views, teachers)")),
         ("odd_terms:Lines", "{}", ("objective.custom.mine.class_path", "AttributeError", "odd_terms.py, line 13")),
+        ("odd_terms:Lists", "{}", ("mine.class_path", "forward(self, views, teachers)")),
+        ("odd_terms:Wide", "{}", ("mine.class_path", "TypeError", "odd_terms.py, line 15")),
+        ("odd_terms:Reshaped", "{}", ("mine.class_path", "odd_terms.py, line 17")),
         ("odd_terms:Rows", "{}", ("odd_terms:Rows", "shape (16,)", "scalar")),
         ("odd_terms:Number", "{}", ("odd_terms:Number", "float", "scalar")),
         ("odd_terms:Constant", "{}", ("odd_terms:Constant", "without gradient")),
@@ -130,9 +147,84 @@ def test_an_unusable_term_is_refused_before_any_work(
 ) -> None:
     (modules / "odd_terms.py").write_text(ODD)
     recipe = recipe_with(TERM % (class_path, kwargs))
-    with fails_with(CustomClassError, *named):
+    with fails_with(CustomClassError, *named) as raised:
         run(recipe, Reporter())
     assert not Path(recipe.storage.runs).exists()
+    assert ("forward(self" in str(raised.value)) == ("forward(self, views, teachers)" in named)
+
+
+class NewTermSection(LossSection):
+    """Settings of a term as a contribution adds them; `class_path` is one of `NEW_TERMS`, or missing."""
+
+    weight: float = 1.0
+    class_path: str
+    needed: tuple[Need, ...] = ()
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        return self.class_path, {}
+
+    @property
+    def needs(self) -> Needs:
+        return dict.fromkeys(self.needed, "")
+
+
+class NewObjectiveSection(ObjectiveSection):
+    new: NewTermSection | None = None
+
+
+NEW_TERMS = """
+from torch import nn
+from distcse.losses.rank import ListLoss
+class Lists(ListLoss):
+    def __init__(self): super().__init__(lambda similarities, lists, offset: (similarities @ lists[:3]).sum(dim=1))
+class Targets(nn.Module):
+    def forward(self, views, teachers): return (views.z1 * teachers.targets).sum() / views.colums
+class Views(nn.Module):
+    def forward(self, views, teachers): return views.z1.square().mean(dim=1)
+class Sound(nn.Module):
+    def forward(self, views, teachers):
+        assert views.similarities.shape == teachers.similarities.shape == (views.rows, views.columns)
+        assert views.z1.shape == teachers.targets.shape and views.columns == 4096 and views.similarities.numel() <= 2**20
+        return (views.similarities - teachers.similarities).square().sum() / views.columns
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "needed", "named"),
+    [
+        ("odd_terms:Lists", ("lists",), ("RuntimeError", "odd_terms.py, line 5")),
+        ("odd_terms:Targets", ("vectors",), ("AttributeError", "colums", "odd_terms.py, line 7")),
+        ("odd_terms:Views", (), ("shape (16,)", "scalar")),
+        ("odd_terms:Missing", (), ("module odd_terms has no class Missing",)),
+        ("distcse.losses.missing:Missing", (), ("no module 'distcse.losses.missing'",)),
+    ],
+)
+def test_a_run_names_a_new_built_in_term_that_fails(
+    name: str,
+    needed: tuple[Need, ...],
+    named: tuple[str, ...],
+    recipe_with: Callable[..., Recipe],
+    modules: Path,
+) -> None:
+    (modules / "odd_terms.py").write_text(NEW_TERMS)
+    section = NewObjectiveSection(regression=RegressionSection(), new=NewTermSection(class_path=name, needed=needed))
+    recipe = recipe_with("student.projection=none").model_copy(update={"objective": section})
+    with fails_with(CustomClassError, "the class of objective.new", name, *named) as raised:
+        run(recipe, Reporter())
+    assert "class_path" not in str(raised.value) and "forward(self" not in str(raised.value)
+    assert not Path(recipe.storage.runs).exists()
+
+
+def test_terms_are_tried_on_what_a_worker_of_a_large_batch_has(modules: Path) -> None:
+    (modules / "odd_terms.py").write_text(NEW_TERMS)
+    new = NewTermSection(class_path="odd_terms:Sound", needed=("lists", "vectors"))
+    section = NewObjectiveSection(
+        rank_regression=RankRegressionSection(),
+        regression=RegressionSection(),
+        detection=DetectionSection(generator="not-loaded"),
+        new=new,
+    )
+    try_terms(build_objective(section), section, 4096)
 
 
 def test_invalid_custom_classes_in_a_recipe_are_refused(recipe_with: Callable[..., Recipe], modules: Path) -> None:

@@ -13,7 +13,7 @@ from distcse.devices.gpu_plan import PlansOfTrials, report_plans
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.evaluation import read_dev
 from distcse.events import Reporter
-from distcse.losses import build_objective, try_custom_terms
+from distcse.losses import build_objective, try_terms
 from distcse.models import Encoder
 from distcse.preflight.warnings import report_warnings
 from distcse.recipe import Recipe
@@ -65,7 +65,7 @@ def recipe_questions(recipe: Recipe) -> list[Question]:
                 "a term of objective.custom needs the teachers' lists, but teachers.encoders is empty; add a teacher or remove "
                 "the term"
             )
-        try_custom_terms(objective, recipe.objective, recipe.training.batch_size)
+        try_terms(objective, recipe.objective, recipe.training.batch_size)
 
     def ask_dev() -> str | None:
         dev = read_dev(recipe)
