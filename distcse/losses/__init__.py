@@ -1,16 +1,16 @@
-"""Loss terms: one file per key of `objective`, as a pure function of similarity matrices with a thin module around it.
+"""Loss terms: each key of `objective` has a file with its name, of pure functions and a thin module that calls them.
 
 A step's global batch has C sentences on W workers; one worker has R of the rows. Each term computes this worker's *share* of
-the global mean: the sum over its R rows, divided by C. The sum of all workers' shares equals the loss of one worker with
-the full batch. The same is true of gradients, because the backward pass of `gather_views` sums them over workers.
-Data-parallel engines average gradients instead, and therefore multiply the share by W.
+the global mean: the sum over its R rows, divided by C. `rank_regression` divides by the kept pairs of the global batch
+instead, `detection` by its tokens. The sum of all workers' shares equals the loss of one worker with the full batch. The same
+is true of gradients, because the backward pass of `gather_views` sums them over workers. Data-parallel engines average
+gradients instead, and therefore multiply the share by W.
 """
 
 from distcse.losses.consistency import Consistency, jensen_shannon, negative_entropy
 from distcse.losses.detection import ReplacedTokenDetection, detection
 from distcse.losses.info_nce import InfoNCE, info_nce, negative_weights
 from distcse.losses.objective import Objective, build_objective, try_terms
-from distcse.losses.pseudo_labels import bce_soft, mse_cosine
 from distcse.losses.rank import ListMLE, ListNet, drop_positive, list_mle, list_net
 from distcse.losses.rank_regression import RankRegression, squared_errors
 from distcse.losses.regression import Regression, cosine_errors, squared_distances
@@ -28,7 +28,6 @@ __all__ = [
     "ReplacedTokenDetection",
     "TeacherOutputs",
     "Views",
-    "bce_soft",
     "build_objective",
     "cosine_errors",
     "detection",
@@ -39,7 +38,6 @@ __all__ = [
     "list_mle",
     "list_net",
     "mix_lists",
-    "mse_cosine",
     "negative_entropy",
     "negative_weights",
     "squared_distances",

@@ -24,11 +24,12 @@ from distcse.errors import (
     TeacherOutputError,
 )
 from distcse.events import DevScore, Event, Reporter
-from distcse.losses import TeacherOutputs, bce_soft, build_objective, gather_views, mse_cosine
+from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import ObjectiveSection, Recipe, with_values
 from distcse.recipe.objective import LossSection
 from distcse.runs.distillation.distillation_task import BatchLoader, DevMetric, DistillationTask
+from distcse.runs.mutual.pseudo_labels import bce_soft, mse_cosine
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import open_table_teacher

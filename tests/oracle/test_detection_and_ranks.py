@@ -14,16 +14,15 @@ from distcse.losses import (
     Objective,
     TeacherOutputs,
     Views,
-    bce_soft,
     build_objective,
     detection,
     gather_views,
-    mse_cosine,
 )
 from distcse.models.detection import Vocabulary, replaced
 from distcse.rank_space import RankSpace, rank_vectors
 from distcse.recipe import ObjectiveSection, RankRegressionSection, load_recipe
 from distcse.runs.mutual.label_exchange import combine
+from distcse.runs.mutual.pseudo_labels import bce_soft, mse_cosine
 from tests.workers import run_workers
 
 EXACT = {"abs": 2e-6}

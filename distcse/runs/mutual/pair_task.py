@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from distcse.devices.device import defaults_of, to_device
 from distcse.evaluation import Dev, PairModel, PairScores, VectorModel
 from distcse.events import Reporter
-from distcse.losses import bce_soft, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import LoopSection
+from distcse.runs.mutual.pseudo_labels import bce_soft, mse_cosine
 from distcse.text import BatchSampler, Pairs, PairTokenTable, TokenTable
 from distcse.text.collate import collate
 from distcse.training.dropout_rng import dropout_rng, dropout_seed
