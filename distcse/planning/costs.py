@@ -18,7 +18,7 @@ import torch
 from distcse.devices.device import BY_KIND
 from distcse.events import Reporter
 from distcse.models.student import build_projection
-from distcse.planning.machines import NETWORK, Cluster, Machine
+from distcse.planning.machines import NETWORK, Machine, PlannedCluster
 from distcse.planning.sizes import Lengths, Shape, read_shape
 from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection
 from distcse.runs.distillation.corpus import fit_to_corpus
@@ -125,7 +125,7 @@ class Pass:
 def step_terms(
     passes: Sequence[Pass],
     trained: float,
-    cluster: Cluster,
+    cluster: PlannedCluster,
     workers: int,
     section: LoopSection,
     extra_flops: float = 0.0,
@@ -148,7 +148,7 @@ def step_terms(
     )
 
 
-def transfer_seconds(size: float, workers: int, cluster: Cluster) -> float:
+def transfer_seconds(size: float, workers: int, cluster: PlannedCluster) -> float:
     """Return the seconds of collectives of `size` bytes: a ring runs at its slowest link, over nodes at a node's network."""
     if workers == 1:
         return 0.0
@@ -190,7 +190,7 @@ class Measured:
     note: str
 
 
-class Phase(NamedTuple):
+class PlannedPhase(NamedTuple):
     """A part of the run that ends before the next part starts."""
 
     name: str
@@ -200,7 +200,7 @@ class Phase(NamedTuple):
     note: str = ""
 
 
-class Teacher(NamedTuple):
+class PlannedTeacher(NamedTuple):
     """A teacher and its size."""
 
     kind: TeacherKind
@@ -209,7 +209,7 @@ class Teacher(NamedTuple):
     list_source: str
 
     @classmethod
-    def of(cls, section: TeacherSection, mode: str) -> Teacher:
+    def of(cls, section: TeacherSection, mode: str) -> PlannedTeacher:
         """Read a teacher's shape from its model's config.json; `mode` is `teachers.mode`."""
         kind = kind_of(section, only_local=True)
         return cls(kind, read_shape(section) if kind.is_model else None, kind.list_source(mode))
@@ -231,11 +231,11 @@ class StudentPlan:
 
     recipe: Recipe
     student: Shape
-    teachers: list[Teacher]
+    teachers: list[PlannedTeacher]
     models: list[Shape]
     """Frozen models of the loss, such as the generator of DiffCSE."""
     lengths: Lengths
-    cluster: Cluster
+    cluster: PlannedCluster
     workers: int
     """Number of training workers; 1 also for a run without Ray."""
     others: int = 0
@@ -243,12 +243,14 @@ class StudentPlan:
     measured: Measured | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, lengths: Lengths, cluster: Cluster, measured: Measured | None = None) -> StudentPlan:
+    def of(
+        cls, recipe: Recipe, lengths: Lengths, cluster: PlannedCluster, measured: Measured | None = None
+    ) -> StudentPlan:
         """Plan with the recipe's workers; by default, with the most devices that divide the batch size."""
         recipe = fit_to_corpus(recipe, lengths.rows, Reporter())
         training, detection = recipe.training, recipe.objective.active(DetectionSection)
         models = [] if detection is None else [read_shape(EncoderSection(backbone=detection.generator))]
-        teachers = [Teacher.of(section, recipe.teachers.mode) for section in recipe.teachers.encoders]
+        teachers = [PlannedTeacher.of(section, recipe.teachers.mode) for section in recipe.teachers.encoders]
         workers = max(1, training.workers)
         if cluster.spec != "local" and "workers" not in training.model_fields_set:
             workers = largest_divisor(training.batch_size, cluster.devices)
@@ -304,7 +306,7 @@ class StudentPlan:
         rows = batch / workers
         return sum(work.flops for work in self.passes(rows)) + self._extra_flops(rows, batch)
 
-    def step_on(self, workers: int, batch: int, cluster: Cluster) -> Terms:
+    def step_on(self, workers: int, batch: int, cluster: PlannedCluster) -> Terms:
         """Return the seconds of one step, by resource, on a cluster."""
         rows, training = batch / workers, self.recipe.training
         views = 3 * (workers - 1) / workers * 2 * batch * self.student.dimension * 4.0
@@ -366,26 +368,26 @@ class StudentPlan:
         return self.lengths.rows * (self.lengths.bytes_per_row + 8 + tokens) + sum(self.tables.values())
 
     @cached_property
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[PlannedPhase]:
         """Costs of the phases, in the order in which they run."""
         nodes = self.cluster.nodes if self.lengths.rows > PART_ROWS and self.recipe.training.workers else 1
         note = "once for a corpus" if nodes == 1 else f"on {nodes:,} nodes, once for a corpus"
         flops = self.step_flops(self.workers, self.batch) * self.workers * self.steps
         return [
-            Phase("corpus and tokens", self.lengths.rows / _TOKENIZED / nodes, 0.0, "one thread a node", note),
+            PlannedPhase("corpus and tokens", self.lengths.rows / _TOKENIZED / nodes, 0.0, "one thread a node", note),
             *(self.embedding(number, self.cluster.devices) for number in range(len(self.teachers))),
-            Phase("student", self.steps * self.step_seconds, flops, self.step.binding, f"{self.steps:,} steps"),
+            PlannedPhase("student", self.steps * self.step_seconds, flops, self.step.binding, f"{self.steps:,} steps"),
             self.dev_scores,
         ]
 
-    def embedding(self, number: int, devices: int) -> Phase:
+    def embedding(self, number: int, devices: int) -> PlannedPhase:
         """Return the cost of a teacher's pass, whose shards the embedding actors share."""
         name, teacher = f"teacher {number}", self.teachers[number]
         section, rows = self.recipe.teachers, self.lengths.rows
         if teacher.list_source == "live":
-            return Phase(name, 0.0, note="no table, runs during training")
+            return PlannedPhase(name, 0.0, note="no table, runs during training")
         if teacher.shape is None:
-            return Phase(name, 0.0, 0.0, "the teacher", f"{rows:,} sentences; time not estimated")
+            return PlannedPhase(name, 0.0, 0.0, "the teacher", f"{rows:,} sentences; time not estimated")
         shard = min(rows_per_shard(section.shard_rows, rows), rows)
         shards = math.ceil(rows / shard)
         actors = 1 if not self.recipe.uses_ray else max(1, min(shards, section.embedding_workers or devices))
@@ -394,10 +396,10 @@ class StudentPlan:
         if self.measured is not None and number in self.measured.row:
             seconds = self.measured.row[number] * rows
         note = f"{actors:,} embedding actor{'s' if actors > 1 else ''}, once for a corpus"
-        return Phase(name, seconds, teacher.pass_over(rows, self.lengths).flops, "matrix products", note)
+        return PlannedPhase(name, seconds, teacher.pass_over(rows, self.lengths).flops, "matrix products", note)
 
     @cached_property
-    def dev_scores(self) -> Phase:
+    def dev_scores(self) -> PlannedPhase:
         """Cost of the dev scores at the start, every eval_steps steps and after the last step, with their checkpoints."""
         section, machine = self.recipe.evaluation, self.cluster.machine
         known = DEV_SENTENCES.get(self.recipe.dev_score)
@@ -411,7 +413,7 @@ class StudentPlan:
         else:
             score = (work.batched_seconds(machine) if texts else 0.0) + texts / _TOKENIZED
             seconds = number * score + checkpoints * 12.0 * self.trained / _DISK
-        return Phase("dev scores", seconds, work.flops * number, "", f"{number:,}, with checkpoints")
+        return PlannedPhase("dev scores", seconds, work.flops * number, "", f"{number:,}, with checkpoints")
 
     @property
     def seconds(self) -> float:

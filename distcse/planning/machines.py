@@ -95,7 +95,7 @@ def this_machine(threads: int) -> Machine:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class PlannedCluster:
     """Nodes with equal devices."""
 
     spec: str

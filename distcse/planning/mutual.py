@@ -10,7 +10,7 @@ from distcse.checks import gib
 from distcse.errors import CorpusTooSmallError, DistcseError
 from distcse.events import Reporter
 from distcse.planning.costs import FITS, PROCESS, Pass, step_terms, worker_memory
-from distcse.planning.machines import Cluster
+from distcse.planning.machines import PlannedCluster
 from distcse.planning.sizes import Lengths, Shape, assumed_lengths, read_lengths, read_shape
 from distcse.planning.text import ESTIMATE, NOT_COUNTED, Estimate, describe_cluster, size_text, span
 from distcse.recipe import KINDS, MutualRecipe
@@ -47,14 +47,14 @@ class _Groups:
     """The groups of a recipe and what they read."""
 
     recipe: MutualRecipe
-    cluster: Cluster
+    cluster: PlannedCluster
     shapes: list[dict[Kind, Shape]]
     """Shapes of each group's bi-encoder and cross-encoder."""
     lengths: Lengths
     pairs: int
 
     @classmethod
-    def of(cls, recipe: MutualRecipe, cluster: Cluster, rows: int | None) -> _Groups:
+    def of(cls, recipe: MutualRecipe, cluster: PlannedCluster, rows: int | None) -> _Groups:
         """Read the groups' shapes and the number of pairs: `rows`, or the recipe's, those of its files, or 10,000."""
         if recipe.pairs.mine is not None:
             lengths = read_lengths(recipe.pairs.mine.corpus, recipe.groups[0], None)
@@ -99,7 +99,7 @@ class _Groups:
         return Pass(shape, 2 * pairs if kind == "bi" else pairs, length, training, precision)
 
 
-def plan_groups(recipe: MutualRecipe, cluster: Cluster, rows: int | None) -> Estimate:
+def plan_groups(recipe: MutualRecipe, cluster: PlannedCluster, rows: int | None) -> Estimate:
     """Estimate the cost of all groups over all cycles on a cluster; `rows` are the pairs, None for those of the recipe."""
     plan = _Groups.of(recipe, cluster, rows)
     recipe, machine, groups = plan.recipe, cluster.machine, range(len(plan.shapes))

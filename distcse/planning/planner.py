@@ -16,7 +16,7 @@ from distcse.devices.device import DeviceSpeed, local_speed
 from distcse.errors import ArgumentError
 from distcse.events import DevScore, Event, Listener, StageProgress, StepReport
 from distcse.planning.costs import Measured, StudentPlan
-from distcse.planning.machines import GPUS, Cluster, Form, this_machine
+from distcse.planning.machines import GPUS, Form, PlannedCluster, this_machine
 from distcse.planning.mutual import plan_groups
 from distcse.planning.sizes import read_lengths
 from distcse.planning.text import (
@@ -39,7 +39,7 @@ _ROWS = 512
 
 def plan(
     recipe: BaseRecipe,
-    cluster: Cluster,
+    cluster: PlannedCluster,
     rows: int | None = None,
     device_counts: Sequence[int] = (),
     measured: Measured | None = None,
@@ -75,7 +75,7 @@ def _estimate(plan: StudentPlan) -> Estimate:
     return Estimate(student_lines(plan, problems), described_student(plan, problems), problems)
 
 
-def _plan_family(recipe: FamilyRecipe, cluster: Cluster, rows: int | None) -> Estimate:
+def _plan_family(recipe: FamilyRecipe, cluster: PlannedCluster, rows: int | None) -> Estimate:
     """Plan the training of a family's students, one after the other or side by side on GPUs.
 
     Which layers a student has does not change its cost.
@@ -117,11 +117,11 @@ def _plan_family(recipe: FamilyRecipe, cluster: Cluster, rows: int | None) -> Es
     return Estimate([*lines, "", *next(iter(estimates.values())).lines], found, problems)
 
 
-def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> Cluster:
+def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> PlannedCluster:
     """Return the cluster that the user described."""
     nodes, per_node, kind = form
     if kind in GPUS:
-        return Cluster(spec, nodes, per_node, GPUS[kind])
+        return PlannedCluster(spec, nodes, per_node, GPUS[kind])
     workers, cpus = 1, None
     if isinstance(recipe, MutualRecipe):
         workers = sum(group.workers for group in recipe.groups) if recipe.ray else 1
@@ -132,7 +132,7 @@ def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> Cluster:
     threads = max(1, int(here // (workers if kind == "local" else per_node) if cpus is None else cpus))
     if kind == "local":
         per_node = max(1, here // threads)
-    return Cluster(spec, nodes, per_node, this_machine(threads))
+    return PlannedCluster(spec, nodes, per_node, this_machine(threads))
 
 
 def with_precisions(recipe: BaseRecipe, form: Form) -> BaseRecipe:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from distcse.checks import gib
-from distcse.planning.costs import FITS, StudentPlan, Teacher, largest_divisor
-from distcse.planning.machines import Cluster
+from distcse.planning.costs import FITS, PlannedTeacher, StudentPlan, largest_divisor
+from distcse.planning.machines import PlannedCluster
 from distcse.planning.sizes import Shape
 from distcse.preflight.warnings import SettingsWarning
 
@@ -187,7 +187,7 @@ def student_advice(plan: StudentPlan) -> list[str]:
     return found
 
 
-def describe_cluster(cluster: Cluster) -> str:
+def describe_cluster(cluster: PlannedCluster) -> str:
     """Describe the machines, such as `2 nodes of 8 x H100-80G`."""
     if cluster.devices == 1:
         return cluster.machine.name
@@ -198,7 +198,7 @@ def _describe_shape(shape: Shape) -> str:
     return f"{shape.name}, {shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
 
 
-def _describe_teacher(teacher: Teacher) -> str:
+def _describe_teacher(teacher: PlannedTeacher) -> str:
     if teacher.shape is None:
         return f"{teacher.kind.section.backbone}, no model that is computed here"
     source = "rank space" if teacher.list_source == "rank" else teacher.list_source

@@ -272,7 +272,7 @@ def hashed_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     folder.mkdir()
     (folder / f"{name}.py").write_text(code)
     monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(folder)])
-    monkeypatch.setattr(base, "KINDS", [*base.KINDS])
+    monkeypatch.setattr(base, "TEACHER_KINDS", [*base.TEACHER_KINDS])
     importlib.import_module(f"distcse.teachers.kinds.{name}")
     yield
     del sys.modules[f"distcse.teachers.kinds.{name}"]

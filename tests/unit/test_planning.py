@@ -19,7 +19,7 @@ from distcse.errors import ArgumentError
 from distcse.models import Encoder
 from distcse.models.folder import model_class
 from distcse.planning.costs import Pass, StudentPlan, transfer_seconds, worker_memory
-from distcse.planning.machines import GPUS, Cluster, Machine, parse_cluster
+from distcse.planning.machines import GPUS, Machine, PlannedCluster, parse_cluster
 from distcse.planning.sizes import Lengths, assumed_lengths, read_lengths, read_shape
 from distcse.planning.text import scaling, student_advice, student_problems
 from distcse.preflight.precision import decide_precisions
@@ -49,7 +49,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 def plan_of(
     recipe: Recipe, machine: str = "A100-40G", nodes: int = 1, per_node: int = 8, rows: int = 10**6
 ) -> StudentPlan:
-    cluster = Cluster(f"{nodes}x{per_node}x{machine}", nodes, per_node, GPUS[machine])
+    cluster = PlannedCluster(f"{nodes}x{per_node}x{machine}", nodes, per_node, GPUS[machine])
     key = recipe_yaml(recipe) + str(sorted(recipe.training.model_fields_set)) + cluster.spec + str(rows)
     if key not in _PLANS:
         _PLANS[key] = StudentPlan.of(recipe, _lengths(rows), cluster)
@@ -117,7 +117,7 @@ def test_flops_equal_torchs_flop_counter(kind: str, training: bool, tiny: Callab
 
 def test_a_step_counts_both_views_discriminator_and_generator() -> None:
     recipe = load_recipe("diffcse-bert-base", ["training.batch_size=8"])
-    plan = StudentPlan.of(recipe, Lengths(np.full(10, 20), 1000, "a test", 80.0), Cluster("local", 1, 1, CPU))
+    plan = StudentPlan.of(recipe, Lengths(np.full(10, 20), 1000, "a test", 80.0), PlannedCluster("local", 1, 1, CPU))
     (generator,) = plan.models
     student, discriminator, edited = plan.passes(8)
     assert student.texts == discriminator.texts == edited.texts == 16
@@ -175,7 +175,7 @@ def test_steps_are_within_a_factor_of_two_of_recorded_ones(
     The CPUs' plan has the rate of matrix products of one of them.
     """
     recipe, is_gpu = load_recipe(RANKCSE, overrides), overrides[0] == ON_GPU[0]
-    cluster = Cluster("1xH100-80G", 1, 1, GPUS["H100-80G"]) if is_gpu else Cluster("local", 1, 1, CPU)
+    cluster = PlannedCluster("1xH100-80G", 1, 1, GPUS["H100-80G"]) if is_gpu else PlannedCluster("local", 1, 1, CPU)
     plan = StudentPlan.of(recipe, _lengths(10**6), cluster)
     measured = recorded(*figure)[term] / (1e3 if is_gpu else 1)
     assert 0.5 < plan.step_seconds / measured < 2
@@ -241,14 +241,14 @@ def test_a_table_has_the_estimated_bytes(recipe_with: Callable[..., Recipe], sen
     recipe = recipe_with()
     _, tables = make_spec(recipe)
     lengths = read_lengths(recipe.corpus, recipe.student, None)
-    plan = StudentPlan.of(recipe, lengths, Cluster("local", 1, 1, CPU))
+    plan = StudentPlan.of(recipe, lengths, PlannedCluster("local", 1, 1, CPU))
     for teacher, table, width in zip(plan.teachers, tables, (48, 32), strict=True):
         stored = sum(np.load(file).nbytes for file in table.directory.glob("*.npy"))
         assert teacher.table_bytes(plan.lengths.rows) == stored == len(sentences) * 2 * width
 
 
 def test_the_slowest_link_limits_a_transfer() -> None:
-    inside = Cluster("8xA100-40G", 1, 8, GPUS["A100-40G"])
+    inside = PlannedCluster("8xA100-40G", 1, 8, GPUS["A100-40G"])
     outside = replace(inside, nodes=2)
     assert transfer_seconds(12.5e9, 8, inside) == pytest.approx(12.5e9 / 240e9, rel=0.05)
     assert transfer_seconds(12.5e9, 16, outside) == pytest.approx(1.0, rel=0.01)

@@ -27,7 +27,7 @@ def kind_of(section: TeacherSection, only_local: bool = False) -> TeacherKind:
 
     No model is loaded. The architecture in a model's config.json tells a cross-encoder from a bi-encoder.
     """
-    registered = next((kind for kind in base.KINDS if kind.matches(section)), None)
+    registered = next((kind for kind in base.TEACHER_KINDS if kind.matches(section)), None)
     if registered is not None:
         return registered(section)
     folder = find_local_model(

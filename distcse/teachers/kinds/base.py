@@ -149,11 +149,11 @@ class BiEncoderKind(ModelKind):
 
 K = TypeVar("K", bound=type[TeacherKind])
 
-KINDS: list[type[TeacherKind]] = []
+TEACHER_KINDS: list[type[TeacherKind]] = []
 """Registered kinds of teachers, in order of registration."""
 
 
 def register_kind(kind: K) -> K:
     """Register a kind of teacher, which its `matches` selects; a class decorator."""
-    KINDS.append(kind)
+    TEACHER_KINDS.append(kind)
     return kind
