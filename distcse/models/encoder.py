@@ -394,11 +394,6 @@ class EncoderHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         return EncoderHandle, (self._load,)
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether this process holds the encoder."""
-        return self._encoder is not None
-
     def get(self) -> Encoder:
         """Return the encoder, loaded on the first call."""
         if self._encoder is None:
