@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 _START_WARNING_S = 50.0
 """Seconds without a worker after which the run warns."""
 FAILURE_WAIT_S = 10.0
-"""Seconds after a worker's error for the others to return theirs, before they are killed unless one writes a checkpoint."""
+"""Seconds that the other workers get, after one's error, to return theirs; then they are killed, unless one writes a
+checkpoint."""
 
 
 def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, reporter: Reporter) -> TrainResult:

@@ -1,4 +1,4 @@
-"""The training loop, which Ray Train workers, a group's actors, local runs and Tune trials share."""
+"""The training loop, which Ray Train workers, actors of mutual distillation, local runs and Tune trials share."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_packaged_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str
     assert not [line for line in lines if not line.endswith((".", "=FILE"))]
     assert main(["show", "quickstart"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("# The embedded default") and yaml.safe_load(shown)["name"] == "quickstart"
+    assert shown.startswith("# A first run without downloads") and yaml.safe_load(shown)["name"] == "quickstart"
     assert main(["show", "quikstart"]) == 2
     error = capsys.readouterr().err
     assert "did you mean 'quickstart'?" in error and "distcse recipe ls" in error

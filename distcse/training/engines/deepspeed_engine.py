@@ -133,7 +133,7 @@ class DeepSpeedEngine:
 def deepspeed_config(training: LoopSection, rows: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration: the recipe's own, completed by the training section."""
     user_config = training.deepspeed or {}
-    # Of stage 0, DeepSpeed sums the gradients after the backward pass.
+    # At stage 0, DeepSpeed sums the gradients after the backward pass.
     overlap = {"overlap_comm": True} if training.zero_stage and has_gpu() else {}
     config: dict[str, Any] = {
         "steps_per_print": 10**9,
@@ -156,7 +156,7 @@ def _step_count(updates: int, device: torch.device) -> Tensor:
 
 
 def _open_group_of_one() -> bool:
-    # Of an mpirun that started this process or Ray's. DeepSpeed compares it with LOCAL_RANK, which Ray Train sets.
+    # Set where mpirun started this process or Ray. DeepSpeed compares it with LOCAL_RANK, which Ray Train sets.
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
