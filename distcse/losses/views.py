@@ -94,7 +94,7 @@ class TeacherOutputs:
     """The teachers' outputs for this worker's R rows.
 
     Attributes:
-        similarities: (R, C) weighted mean cosines to the C sentences of the global batch.
+        similarities: (R, C) weighted mean similarities to the C sentences of the global batch; see `mix_lists`.
         targets: (R, d) unit vectors, the targets of the student's vectors.
     """
 
@@ -189,10 +189,10 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def mix_lists(lists: Tensor, weights: Sequence[float]) -> Tensor:
-    """Compute the weighted mean of the teachers' raw cosines, before any temperature (RankCSE §4.4, for T teachers).
+    """Compute the weighted mean of the teachers' raw similarities, before any temperature (RankCSE §4.4, for T teachers).
 
     Args:
-        lists: (T, R, C) cosines of T teachers.
+        lists: (T, R, C) similarities of T teachers: cosines, or rank-space similarities or cross-encoders' scores.
         weights: T weights, which are normalized to sum 1.
 
     Returns:
@@ -203,5 +203,5 @@ def mix_lists(lists: Tensor, weights: Sequence[float]) -> Tensor:
     fractions = torch.as_tensor(weights, dtype=torch.float64)
     fractions = (fractions / fractions.sum(dim=0)).to(lists.dtype if lists.dtype == torch.float64 else torch.float32)
     fractions = to_device(fractions, lists.device)
-    # Not a matrix product: autocast and TF32 round it, and rounded cosines tie or swap in a teacher's order.
+    # Not a matrix product: autocast and TF32 round it, and rounded similarities tie or swap in a teacher's order.
     return (fractions[:, None, None] * lists.to(fractions.dtype)).sum(dim=0)
