@@ -99,7 +99,7 @@ RANKENCODER: dict[str, Any] = {
 }
 SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}
 PEAK = 790e12
-"""bf16 operations a second of an H200, what others measured (performance.md §1): the unit of MFU here."""
+"""bf16 operations a second of an H200, what others measured: the unit of MFU here."""
 SENTENCES, EPOCHS = 1_000_000, 4
 PAIRS, CYCLES = 37_790, 3
 """Trans-Encoder on the unlabelled STS pairs, and its number of cycles."""
