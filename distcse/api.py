@@ -72,7 +72,7 @@ class Run:
     reports: Sequence[Path] = ()
     """Paths of the report pages."""
     compared: Compared | None = None
-    """Of a rerun: the comparison of its weights with the first run's."""
+    """Comparison of a rerun's weights with the first run's; None for other runs."""
 
     @property
     def directory(self) -> Path:

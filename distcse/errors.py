@@ -61,7 +61,7 @@ class InvalidValueError(RecipeError, code="DCSE-R05"):
 
 
 class CustomClassError(RecipeError, code="DCSE-R07"):
-    """The class of a loss or custom teacher cannot be imported or created, fails when called, or lacks what distcse calls."""
+    """The class of a loss or teacher cannot be imported or created, fails when called, or lacks what distcse calls."""
 
 
 class FrozenKeyError(RecipeError, code="DCSE-R08"):

@@ -291,7 +291,7 @@ def worker_environment(gpus: float) -> dict[str, str]:
         for name, value in public.items()
         if name.startswith(_PASSED_PREFIXES) and name not in _NODE_VARIABLES
     }
-    # Of a torchrun that started one process: the first worker would look for torchrun's store instead of opening one.
+    # A torchrun that started one process sets it: the first worker would look for torchrun's store and open none.
     own_store = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
     return {**host.MALLOC_ENV, **own_store, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 

@@ -2,9 +2,9 @@
 
 A step's global batch has C sentences on W workers; one worker has R of the rows. Each term computes this worker's *share* of
 the global mean: the sum over its R rows, divided by C. `rank_regression` divides by the kept pairs of the global batch
-instead, `detection` by its tokens. The sum of all workers' shares equals the loss of one worker with the full batch. The same
-is true of gradients, because the backward pass of `gather_views` sums them over workers. Data-parallel engines average
-gradients instead, and therefore multiply the share by W.
+instead, `detection` by its tokens. The sum of all workers' shares equals the loss of one worker with the full batch. The
+same is true of gradients, because the backward pass of `gather_views` sums them over workers. Data-parallel engines
+average gradients instead, and therefore multiply the share by W.
 """
 
 from distcse.losses.consistency import Consistency, jensen_shannon, negative_entropy

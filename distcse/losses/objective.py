@@ -134,7 +134,9 @@ def _class_place(key: str, loss: LossSection) -> str:
 
 
 def try_terms(objective: Objective, section: ObjectiveSection, batch_size: int) -> None:
-    """Call each term once, on random views and teacher outputs of a global batch; `detection` needs a model and is not called.
+    """Call each term once, on random views and teacher outputs of a global batch.
+
+    `detection` needs a model's output, and is not called.
 
     Raises:
         CustomClassError: A term fails, or returns no share of the loss.

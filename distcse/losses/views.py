@@ -189,7 +189,7 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def mix_lists(lists: Tensor, weights: Sequence[float]) -> Tensor:
-    """Compute the weighted mean of the teachers' raw similarities, before any temperature (RankCSE §4.4, for T teachers).
+    """Compute the weighted mean of T teachers' raw similarities, before any temperature (RankCSE §4.4).
 
     Args:
         lists: (T, R, C) similarities of T teachers: cosines, or rank-space similarities or cross-encoders' scores.

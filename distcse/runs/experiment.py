@@ -183,9 +183,9 @@ class TrialGpus(NamedTuple):
     """GPUs of a sweep's processes."""
 
     worker: float
-    """Of one training worker of a trial."""
+    """GPUs of one training worker of a trial."""
     server: float
-    """Of one server that computes with a model or ranks."""
+    """GPUs of one server that computes with a model or ranks."""
 
 
 @dataclass(frozen=True)

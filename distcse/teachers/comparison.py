@@ -33,7 +33,7 @@ class TeacherCard:
     dimension: int
     """Size of its vectors."""
     statistics: VectorStatistics
-    """Of its vectors of the sentences."""
+    """Statistics of its vectors of the sentences."""
     sentences_per_s: float
     """Speed of embedding the sentences on this machine, without loading the model."""
     weight: float

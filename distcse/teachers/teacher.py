@@ -31,8 +31,8 @@ class Teacher(Protocol):
             rows: Slice of a batch that selects R rows: one worker's share.
 
         Returns:
-            (B, R, C) float32 similarities of each selected row to all rows of its batch: cosines or rank-space similarities in
-            [-1, 1], or a cross-encoder's scores, which are logits if it has no activation.
+            (B, R, C) float32 similarities of each selected row to all rows of its batch: cosines or rank-space
+            similarities in [-1, 1], or a cross-encoder's scores, which are logits if it has no activation.
         """
         ...
 

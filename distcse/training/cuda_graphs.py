@@ -33,8 +33,8 @@ GraphMode = Literal["auto", "on", "off"]
 MAX_GRAPHS = 8
 """Maximum number of recorded batch shapes; steps with further shapes run eagerly."""
 _MAX_SEEDS_IN_GRAPHS = 32
-"""Maximum number of seeds in all recordings together; each seed is of a pass of thousands of kernels. The first recording is
-made with any number."""
+"""Maximum number of seeds in all recordings together; each seed is of a pass of thousands of kernels. The first
+recording is made with any number."""
 
 
 class CudaGraphs:

@@ -11,7 +11,7 @@ import torch
 from distcse.devices.device import is_gpu
 
 DrawAs = Callable[[int], AbstractContextManager[None]]
-"""Of a step that is recorded as a CUDA graph, where no seed can be set: a context in which to draw with a seed."""
+"""Opens a context in which a step that is recorded as a CUDA graph, where no seed can be set, draws with a seed."""
 _draw_as: DrawAs | None = None
 """That of the recording in progress. Not a context variable: autograd recomputes activations in other threads."""
 

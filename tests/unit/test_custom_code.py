@@ -184,7 +184,8 @@ class Views(nn.Module):
 class Sound(nn.Module):
     def forward(self, views, teachers):
         assert views.similarities.shape == teachers.similarities.shape == (views.rows, views.columns)
-        assert views.z1.shape == teachers.targets.shape and views.columns == 4096 and views.similarities.numel() <= 2**20
+        assert views.z1.shape == teachers.targets.shape and views.columns == 4096
+        assert views.similarities.numel() <= 2**20
         return (views.similarities - teachers.similarities).square().sum() / views.columns
 """
 

@@ -49,7 +49,7 @@ class EnsembleScores:
     losses_without: list[float]
     """By how much the score with the recipe's weights falls without each teacher; negative where it rises."""
     weightings: list[Weighting]
-    """Of the mean of their cosines: `recipe`, `equal spread` and, if weights were fitted, `fitted`."""
+    """Weights in the mean of their cosines: `recipe`, `equal spread` and, if weights were fitted, `fitted`."""
 
 
 def require_labelled_dev(recipe: Recipe) -> LabelledDev:
