@@ -206,7 +206,7 @@ def test_an_autoscaler_starts_nodes_for_the_students_of_a_family(recipe_file: Pa
     node = {"resources": {"CPU": 1, "GPU": 1, "memory": 6 * 2**30}, "labels": {}}
     with autoscaled_machine(tmp_path, node, 2) as head:
         done = ended(head.start(*TRAIN, recipe_file, *overrides))
-        places = {actor.node for actor in head.actors() if actor.kind == "RayTrainWorker"}
+        places = {actor.node for actor in head.actors() if actor.kind == "DeviceActor"}
     assert "3 students train side by side, each with a GPU; 2 wait for nodes, or for another's end" in done.stderr
     assert len(places) == 2
     steps = [event["group"] for event in events_of(run_folder(done)) if event["event"] == "StepReport"]
