@@ -344,13 +344,18 @@ def train_families(folder: Path) -> None:
 
 
 class _Listener:
-    """Notes what a run reports, and kills the process of a student, or its node, once that has written checkpoints."""
+    """Notes what a run reports, and kills a student's process, or its node, once both that train have written checkpoints."""
 
     def __init__(self, kills: str) -> None:
         self.messages: list[str] = []
         self.continued: list[str] = []
-        self.has_steps = False
+        self._steps: dict[str, int] = {}
         self._kills = kills
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a student has reported steps."""
+        return bool(self._steps)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, LogMessage):
@@ -360,8 +365,8 @@ class _Listener:
         if isinstance(event.event, LogMessage) and event.event.text.startswith("resuming after step"):
             self.continued.append(event.event.text)
         if isinstance(event.event, StepReport):
-            self.has_steps = True
-            if self._kills and event.event.step > 25:
+            self._steps[event.group] = event.event.step
+            if self._kills and len(self._steps) > 1 and all(step > 25 for step in self._steps.values()):
                 process = psutil.Process(_training_processes()[0])
                 raylet = process.parent()
                 assert raylet is not None and raylet.name() == "raylet"
