@@ -10,7 +10,7 @@ from distcse.errors import EvaluationDataError, InvalidValueError
 from distcse.model_source import is_hub_id, resolve_model
 from distcse.recipe import BaseRecipe, CorpusSection, RecipeInputs
 from distcse.storage import is_uri
-from distcse.text import check_source
+from distcse.text import check_sources
 
 
 def require_inputs(recipe: BaseRecipe) -> None:
@@ -46,7 +46,7 @@ def _find_labelled(inputs: RecipeInputs) -> str:
 
 
 def _find_text(section: CorpusSection) -> str:
-    check_source(section)
+    check_sources(section)
     if section.dataset is not None:
         return f"data set {section.dataset}, opened when the run starts"
     paths = section.path or []

@@ -11,6 +11,8 @@ from distcse.recipe.section import Section
 
 Pooling = Literal["cls", "mean", "max", "last_token", "mask"]
 Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
+Role = Literal["query", "document", "text"]
+"""What a text is to a search: a query, a document that queries find, or neither."""
 
 
 class EncoderSection(Section):
@@ -24,6 +26,9 @@ class EncoderSection(Section):
     """Maximum tokens per sentence, special tokens included; longer ones are truncated. null reads it from the folder."""
     prompt: str = ""
     """Text prepended to every sentence, or a template that contains `{sentence}`."""
+    prompts: dict[Literal["query", "document"], str] = Field(default_factory=dict)
+    """Prompts of the rows with these [roles](../how-to/search.md#roles), in place of `prompt`. A role without one here has
+    `prompt`, or else the prompt of its name in the folder (for documents also `passage` and `corpus`)."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Read that code first."""
 
@@ -43,7 +48,7 @@ class TrainedSection(EncoderSection):
 
     @model_validator(mode="after")
     def _can_be_saved(self) -> Self:
-        if self.pooling == "mask" or "{sentence}" in self.prompt:
+        if self.pooling == "mask" or any("{sentence}" in prompt for prompt in (self.prompt, *self.prompts.values())):
             raise ValueError(
                 "pooling mask and templates are for teachers: the saved model's layout has no place for them; "
                 "write another pooling, or a prompt without {sentence}"

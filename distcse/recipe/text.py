@@ -7,12 +7,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from distcse.recipe.encoders import Role
 from distcse.recipe.names import HubDataSetName, absolute_folder, absolute_paths
 from distcse.recipe.section import Name, Section, Weight
 
 
-class CorpusSection(Section):
-    """The unlabelled sentences: exactly one of `path` and `dataset`."""
+class TextSection(Section):
+    """Files or a data set of texts."""
 
     path: str | list[str] | None = None
     """File or files with a sentence per line or row: .txt, .jsonl, .csv, .tsv or .parquet
@@ -27,29 +28,79 @@ class CorpusSection(Section):
     """Download only the first `limit` rows of `dataset`."""
     column: str = "text"
     """Column, or key of JSON objects, of the sentence."""
+    title_column: str | None = None
+    """Column, or key, of a title that is put before the text, as in BEIR."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """First sentences to use; null uses all."""
-    deduplicate: Literal["exact", "none"] = "none"
-    """`exact` leaves out sentences that equal an earlier one (`limit` counts them); `none` keeps them. Teachers embed them once
-    either way."""
-    exclude_evaluation: bool = False
-    """Drop sentences of the labelled sets in `evaluation.data` and of the dev set, ignoring case, punctuation and spacing."""
 
     @property
     def unread_keys(self) -> Mapping[str, str]:
         return {} if self.dataset is not None else dict.fromkeys(("dataset_config", "split"), "dataset is null")
 
     @model_validator(mode="after")
-    def _one_source(self) -> CorpusSection:
+    def _one_source(self) -> Self:
         if self.path is not None and self.dataset is not None:
             raise ValueError("gives path and dataset, but a corpus has one source; keep one, and set the other to null")
         if self.streaming and (self.dataset is None or self.limit is None):
             raise ValueError("streaming fetches the first rows of a data set; write dataset: NAME and limit: N")
         return self
 
-    def with_absolute_paths(self) -> CorpusSection:
+    def with_absolute_paths(self) -> Self:
         """Return a copy with paths resolved against the current directory."""
         return self.model_copy(update={"path": absolute_paths(self.path), "dataset": absolute_folder(self.dataset)})
+
+
+class SourceSection(TextSection):
+    """One source of a corpus, whose rows have one role: exactly one of `path` and `dataset`."""
+
+    role: Role = "text"
+    """`query`, `document`, or `text` for neither. Encoders read each role with [its prompt](#student)."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """How often an epoch has each row: 2 is twice, 0.5 is another half of the rows in every epoch."""
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if self.path is None and self.dataset is None:
+            raise ValueError("gives no source; write path: FILE or dataset: NAME")
+        return self
+
+
+class CorpusSection(TextSection):
+    """The unlabelled text: `path` or `dataset`, or `sources` with roles."""
+
+    sources: list[SourceSection] = Field(default_factory=list)
+    """Files or data sets with a role each, such as queries and documents ([search](../how-to/search.md)), in place of `path`."""
+    deduplicate: Literal["exact", "none"] = "none"
+    """`exact` leaves out sentences that equal an earlier one of their role (`limit` counts them); `none` keeps them. Teachers
+    embed them once either way."""
+    exclude_evaluation: bool = False
+    """Drop sentences of the labelled sets in `evaluation.data` and of the dev set, ignoring case, punctuation and spacing."""
+
+    @property
+    def all_sources(self) -> list[SourceSection]:
+        """The sources in the order of their rows; `path` or `dataset` is one of role `text`."""
+        if self.sources or (self.path is None and self.dataset is None):
+            return self.sources
+        return [SourceSection(**{name: getattr(self, name) for name in TextSection.model_fields})]
+
+    @property
+    def limit_of_all(self) -> int | None:
+        """Most rows that the corpus has; None if a source has no limit."""
+        limits = [source.limit for source in self.all_sources]
+        return sum(limit for limit in limits if limit is not None) if limits and None not in limits else None
+
+    @model_validator(mode="after")
+    def _sources_stand_alone(self) -> Self:
+        if given := [name for name in ("path", "dataset", "limit", "title_column") if self.sources and getattr(self, name)]:
+            raise ValueError(f"gives sources and {given[0]}; write {given[0]} in a source, and set it to null here")
+        roles = {source.role for source in self.sources}
+        if "query" in roles and "document" not in roles:
+            raise ValueError("has queries, and no source has role: document for them to find; add one, or write role: text")
+        return self
+
+    def with_absolute_paths(self) -> Self:
+        sources = [source.with_absolute_paths() for source in self.sources]
+        return super().with_absolute_paths().model_copy(update={"sources": sources})
 
 
 class BandSection(Section):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from distcse.errors import CorpusTooSmallError
 from distcse.events import CHUNK
-from distcse.recipe import CorpusSection
+from distcse.recipe import CorpusSection, Role
 from distcse.storage import ArtifactStore, Digest, text_checksum
 from distcse.text.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
-from distcse.text.readers import Row
 from distcse.text.row_keys import DistinctRows, RowKeys
-from distcse.text.sampler import RowSet, split_held_out
+from distcse.text.sampler import BatchSampler, RowSet, split_held_out
 from distcse.text.sources import Source
 
 FORMAT = 2
@@ -61,8 +60,21 @@ class Excluded:
         return normalized_key(sentence) in self.keys
 
 
+@dataclass(frozen=True)
+class CorpusPart:
+    """The rows of one source."""
+
+    role: Role
+    weight: float
+    """How often an epoch has each row."""
+    first: int
+    """Id of the first row."""
+    stop: int
+    """One more than the id of the last."""
+
+
 class Corpus:
-    """A memory-mapped corpus of n sentences, with row ids 0 to n - 1 in the order of the source's non-blank rows.
+    """A memory-mapped corpus of n sentences, with row ids 0 to n - 1 in the order of the sources' non-blank rows.
 
     Args:
         store: Folder that `prepare` wrote.
@@ -73,7 +85,7 @@ class Corpus:
     def __init__(self, store: ArtifactStore, label: dict[str, Any], reused: bool) -> None:
         self.store = store
         self.fingerprint: str = label["fingerprint"]
-        """Hash of the sentences and their order, independent of the source's file or format."""
+        """Hash of the sentences, their order and roles, independent of the source's file or format."""
         self.blank_rows: int = label["blank_rows"]
         """Number of rows without text, which are skipped."""
         self.excluded_rows: int = label.get("excluded_rows", 0)
@@ -83,9 +95,11 @@ class Corpus:
         self.removed_duplicates: int = label.get("removed_duplicates", 0)
         """Number of sentences that equal an earlier one and were left out."""
         self.sources: list[str] = label.get("sources", [])
-        """Files or the data set."""
+        """Files or data sets."""
         self.reused = reused
         self._rows = RaggedRows(store.path, np.uint8)
+        self.parts = _parts_of(label)
+        """The rows of each source, in their order."""
         self._keys: RowKeys | None = None
 
     @classmethod
@@ -96,7 +110,7 @@ class Corpus:
         on_progress: Progress | None = None,
         excluded: Excluded | None = None,
     ) -> Corpus:
-        """Read the source into the cache, or reuse a corpus prepared from the same content.
+        """Read the sources into the cache, or reuse a corpus prepared from the same content.
 
         Args:
             section: The recipe's `corpus`.
@@ -105,7 +119,7 @@ class Corpus:
             excluded: Sentences to leave out. Default: none.
 
         Raises:
-            CorpusError: The source is missing or malformed, or the cache cannot be written. Nothing is left in the cache.
+            CorpusError: A source is missing or malformed, or the cache cannot be written. Nothing is left in the cache.
         """
         corpus = cls._prepare_all(section, cache, on_progress, excluded)
         if not corpus.doubled_rows:
@@ -120,15 +134,15 @@ class Corpus:
         cls, section: CorpusSection, cache: ArtifactStore, on_progress: Progress | None, excluded: Excluded | None
     ) -> Corpus:
         """Prepare the corpus with its duplicates."""
-        source = Source.of(section)
-        directory = cache / "corpora" / _key(source, section, excluded)
+        sources = Source.all_of(section)
+        directory = cache / "corpora" / _key(sources, excluded)
         if (cached := find_cached(directory, _LABEL)) is not None:
             return cls(directory, cached, reused=True)
         with write_cache_folder(directory, _LABEL) as (temporary, label):
-            summary = _write(temporary, source.rows(), section.limit, excluded, on_progress)
-            label.update(summary, sources=source.names)
-            texts = partial(decode_rows, RaggedRows(temporary, np.uint8))
-            keys = RowKeys.prepare(texts, summary["rows"], summary["fingerprint"], cache)
+            label.update(_write(temporary, sources, excluded, on_progress))
+            label.update(sources=[name for source in sources for name in source.names])
+            texts = partial(_marked_texts, RaggedRows(temporary, np.uint8), _parts_of(label))
+            keys = RowKeys.prepare(texts, label["rows"], label["fingerprint"], cache)
             label.update(doubled_rows=len(keys) - keys.distinct)
         return cls(directory, label, reused=False)
 
@@ -140,13 +154,15 @@ class Corpus:
         first = self.distinct_rows(cache).first
         with write_cache_folder(directory, _LABEL) as (temporary, label):
             blocks = (first[begin : begin + CHUNK] for begin in range(0, len(first), CHUNK))
-            written, fingerprint = write_sentences(temporary, chain.from_iterable(map(self.texts, blocks)))
+            written, content = write_sentences(temporary, chain.from_iterable(map(self.texts, blocks)))
+            stops = np.searchsorted(first, [part.stop for part in self.parts]).tolist()
+            parts = [replace(part, first=begin, stop=stop) for part, begin, stop in zip(self.parts, [0, *stops], stops, strict=False)]
             label.update(
+                _parts_label(parts, content),
                 rows=written,
                 blank_rows=self.blank_rows,
                 excluded_rows=self.excluded_rows,
                 removed_duplicates=self.doubled_rows,
-                fingerprint=fingerprint,
                 format=FORMAT,
                 sources=self.sources,
             )
@@ -162,7 +178,7 @@ class Corpus:
         Raises:
             CorpusError: The source is missing.
         """
-        directory = cache / "corpora" / _key(Source.of(section), section, excluded)
+        directory = cache / "corpora" / _key(Source.all_of(section), excluded)
         if (cached := find_cached(directory, _LABEL)) is None:
             return None
         corpus = cls(directory, cached, reused=True)
@@ -190,13 +206,30 @@ class Corpus:
         """Return the sentences of row ids, in the order of the ids."""
         return decode_rows(self._rows, ids)
 
+    def role_runs(self, ids: Sequence[int] | NDArray[np.int64]) -> list[tuple[Role, slice]]:
+        """Split row ids into runs of rows with one role; return each run's role and places."""
+        if len(self.parts) == 1 or not len(ids):
+            return [(self.parts[0].role, slice(0, len(ids)))]
+        numbers = np.searchsorted([part.stop for part in self.parts], np.asarray(ids), side="right")
+        stops = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+        return [(self.parts[numbers[begin]].role, slice(begin, stop)) for begin, stop in zip([0, *stops], stops, strict=False)]
+
     def keys(self, cache: ArtifactStore) -> RowKeys:
-        """Return the sorted keys of the sentences, from the cache or newly computed.
+        """Return the sorted keys of the sentences, from the cache or newly computed; equal texts of two roles have two.
 
         Raises:
             CorpusCacheError: The cache cannot be written.
         """
-        return RowKeys.prepare(self.texts, len(self), self.fingerprint, cache)
+        return RowKeys.prepare(partial(_marked_texts, self._rows, self.parts), len(self), self.fingerprint, cache)
+
+    def sampler(self, rows: RowSet, batch_size: int, seed: int) -> BatchSampler:
+        """Return the order of training rows, with the sources' weights.
+
+        Raises:
+            CorpusTooSmallError: There are fewer rows than in a batch.
+        """
+        weights = [(part.stop, part.weight) for part in self.parts]
+        return BatchSampler(rows, batch_size, seed, weights if any(weight != 1 for _, weight in weights) else ())
 
     def distinct_rows(self, cache: ArtifactStore) -> DistinctRows:
         """Return which rows have the same sentence, from the cache or newly computed.
@@ -219,7 +252,7 @@ class Corpus:
         if held_out and self.doubled_rows:
             # `prepare` wrote and verified them; a worker only opens them.
             self._keys = self._keys or RowKeys.open(self.fingerprint, self.store.parent.parent)
-            train = RowSet(len(self), self._keys.rows_of(self.texts(chosen)))
+            train = RowSet(len(self), self._keys.rows_of(_marked_texts(self._rows, self.parts, chosen)))
             if not len(train):
                 raise CorpusTooSmallError(
                     f"each of the corpus's {len(self):,} rows has the text of one of the {held_out} held-out rows, so none is "
@@ -250,10 +283,19 @@ def write_sentences(folder: Path, sentences: Iterator[str], on_progress: Progres
     return written, digest.hexdigest()
 
 
-def _key(source: Source, section: CorpusSection, excluded: Excluded | None) -> str:
-    identity = [FORMAT, source.kind, source.content, section.column, section.limit]
+def _key(sources: Sequence[Source], excluded: Excluded | None) -> str:
+    identity: list[Any] = [FORMAT]
+    for source in sources:
+        section = source.section
+        identity += [source.kind, source.content, section.column, section.limit]
+        # Not for `path` without a title: such a corpus keeps the key that it had before there were roles.
+        about = {"title": section.title_column, "role": section.role, "weight": section.weight}
+        identity += [about] if len(sources) > 1 or about != _PLAIN else []
     identity += [] if excluded is None else [{"excluded": excluded.fingerprint}]
     return text_checksum(json.dumps(identity))
+
+
+_PLAIN = {"title": None, "role": "text", "weight": 1.0}
 
 
 def decode_rows(rows: RaggedRows, ids: RowIds) -> list[str]:
@@ -261,18 +303,39 @@ def decode_rows(rows: RaggedRows, ids: RowIds) -> list[str]:
     return [row.tobytes().decode() for row in rows.rows(ids)]
 
 
+def _marked_texts(rows: RaggedRows, parts: Sequence[CorpusPart], ids: Iterable[int]) -> list[str]:
+    """Return the sentences of row ids with their roles, so that equal texts of two roles differ; `text` adds nothing."""
+    texts = decode_rows(rows, ids := np.fromiter(ids, np.int64))
+    if all(part.role == "text" for part in parts):
+        return texts
+    roles = [part.role for part in parts]
+    numbers = np.searchsorted([part.stop for part in parts], ids, side="right").tolist()
+    return [text if roles[part] == "text" else f"{roles[part]}\n{text}" for text, part in zip(texts, numbers, strict=True)]
+
+
+def _parts_label(parts: Sequence[CorpusPart], content: str) -> dict[str, Any]:
+    """Return a label's entries for the parts and the fingerprint of texts with a fingerprint."""
+    if len(parts) == 1 and (parts[0].role, parts[0].weight) == ("text", 1.0):
+        return {"fingerprint": content}
+    roles = [[part.role, part.stop] for part in parts if part.role != "text"]
+    fingerprint = text_checksum(json.dumps([content, roles])) if roles else content
+    return {"fingerprint": fingerprint, "parts": [asdict(part) for part in parts]}
+
+
+def _parts_of(label: Mapping[str, Any]) -> list[CorpusPart]:
+    parts = [CorpusPart(**part) for part in label.get("parts", [])]
+    return parts or [CorpusPart("text", 1.0, 0, label["rows"])]
+
+
 def _write(
-    folder: Path,
-    rows: Iterator[Row],
-    limit: int | None,
-    excluded: Excluded | None,
-    on_progress: Progress | None,
+    folder: Path, sources: Sequence[Source], excluded: Excluded | None, on_progress: Progress | None
 ) -> dict[str, Any]:
     blank = num_excluded = 0
+    counts: list[int] = []
 
-    def kept_rows() -> Iterator[str]:
+    def kept_rows(source: Source) -> Iterator[str]:
         nonlocal blank, num_excluded
-        for row in rows:
+        for row in source.rows():
             is_excluded = row is not None and excluded is not None and excluded.holds(row)
             if row is None:
                 blank += 1
@@ -281,16 +344,27 @@ def _write(
             else:
                 yield row
 
-    written, fingerprint = write_sentences(folder, islice(kept_rows(), limit), on_progress)
+    def counted_rows(source: Source) -> Iterator[str]:
+        counts.append(0)
+        for row in islice(kept_rows(source), source.section.limit):
+            counts[-1] += 1
+            yield row
+
+    written, content = write_sentences(folder, chain.from_iterable(map(counted_rows, sources)), on_progress)
     if not written:
         raise CorpusTooSmallError(
             "the corpus contains no sentence"
             + (f" that is not in the evaluation ({num_excluded:,} are)" if num_excluded else "")
         )
+    stops = list(accumulate(counts))
+    parts = [
+        CorpusPart(source.section.role, source.section.weight, stop - count, stop)
+        for source, count, stop in zip(sources, counts, stops, strict=True)
+    ]
     return {
+        **_parts_label(parts, content),
         "rows": written,
         "blank_rows": blank,
         "excluded_rows": num_excluded,
-        "fingerprint": fingerprint,
         "format": FORMAT,
     }

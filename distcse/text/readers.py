@@ -94,17 +94,19 @@ def file_kind(file: Path) -> str:
     raise CorpusFormatError(f"{file}: unknown format; accepted: {packed}, .parquet")
 
 
-def read_sentences(file: Path, column: str) -> Iterator[Row]:
-    """Stream the rows of one file; errors name the file, and the line or row."""
-    for text in _READERS[file_kind(file)](file, column):
-        yield clean(text)
+def read_sentences(file: Path, *columns: str) -> Iterator[Row]:
+    """Stream the rows of one file: a column of text, or of titles and of texts; errors name the file, and the line or row."""
+    kind = file_kind(file)
+    if len(columns) > 1 and kind.startswith(".txt"):
+        raise CorpusFormatError(f"{file} has no columns, so no column {columns[0]!r} of titles; write title_column: null")
+    for values in zip(*(_READERS[kind](file, column) for column in columns), strict=True):
+        yield clean(*values)
 
 
-def clean(text: str | None) -> Row:
-    """Return the stripped text on one line, with single spaces; None for a blank text."""
-    if text is None:
-        return None
-    return " ".join(text.replace("\0", " ").split()) or None
+def clean(*texts: str | None) -> Row:
+    """Return a text, or a title and a text, stripped and on one line, with single spaces; None if all are blank."""
+    words = " ".join(text for text in texts if text is not None)
+    return " ".join(words.replace("\0", " ").split()) or None
 
 
 def describe_missing_column(column: str, columns: Sequence[str], separated: str = "") -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,10 @@ class RowSet:
 
     def __len__(self) -> int:
         return self._rows - len(self._without)
+
+    def count_below(self, row: int) -> int:
+        """Return how many row ids of the set are below one."""
+        return int(min(row, self._rows) - np.searchsorted(self._without, row))
 
     def take(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the (m,) row ids at (m,) positions, each from 0 to n - k - 1."""
@@ -60,13 +65,23 @@ class BatchSampler:
         rows: The training rows: a set, their (n,) ids, or n for the rows 0 to n - 1.
         batch_size: Rows per global batch.
         seed: Seed of the permutations.
+        weights: How often an epoch has each row, for rows up to each id: (one more than the last id, weight) of consecutive
+            parts of the rows. 2.5 is twice, and of another half of the rows in each epoch a third time. Default: once.
     """
 
-    def __init__(self, rows: RowSet | NDArray[np.int64] | int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        rows: RowSet | NDArray[np.int64] | int,
+        batch_size: int,
+        seed: int,
+        weights: Sequence[tuple[int, float]] = (),
+    ) -> None:
         self._rows = RowSet(rows) if isinstance(rows, int) else rows
-        if len(self._rows) < batch_size:
+        self._weights = weights
+        self._length = sum(len(part) * times + extra for part, times, extra in self._shares())
+        if self._length < batch_size:
             raise CorpusTooSmallError(
-                f"the corpus has {len(self._rows)} training rows, but one batch needs {batch_size}; "
+                f"the corpus has {self._length} training rows, but one batch needs {batch_size}; "
                 f"add text, or lower training.batch_size (or evaluation.num_heldout)"
             )
         self._batch_size = batch_size
@@ -76,7 +91,7 @@ class BatchSampler:
     @property
     def steps_per_epoch(self) -> int:
         """Number of complete batches in one epoch."""
-        return len(self._rows) // self._batch_size
+        return self._length // self._batch_size
 
     def batch(self, step: int) -> NDArray[np.int64]:
         """Return the (batch_size,) row ids of a step; steps count from 0 over all epochs."""
@@ -93,9 +108,25 @@ class BatchSampler:
     def _order(self, epoch: int) -> NDArray[np.integer]:
         """Return the positions of all training rows in an epoch's order, in 4 bytes each up to 2³² rows."""
         count = len(self._rows)
-        order: NDArray[np.integer] = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
-        np.random.Generator(np.random.PCG64([self._seed, epoch])).shuffle(order)
+        dtype: type[np.integer] = np.uint32 if count <= 2**32 else np.int64
+        random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
+        parts = []
+        for part, times, extra in self._shares():
+            every = np.arange(part.start, part.stop, dtype=dtype)
+            parts += [every] * times + ([random.choice(every, extra, replace=False)] if extra else [])
+        order: NDArray[np.integer] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        random.shuffle(order)
         return order
+
+    def _shares(self) -> list[tuple[range, int, int]]:
+        """Return each part's positions, how often an epoch has all of them, and how many it has once more."""
+        if not self._weights:
+            return [(range(len(self._rows)), 1, 0)]
+        assert isinstance(self._rows, RowSet)
+        bounds = [0, *(self._rows.count_below(stop) for stop, _ in self._weights)]
+        parts = [range(*pair) for pair in pairwise(bounds)]
+        weights = [weight for _, weight in self._weights]
+        return [(part, int(weight), round(len(part) * (weight % 1))) for part, weight in zip(parts, weights, strict=True)]
 
 
 def split_held_out(rows: int, held_out: int, seed: int) -> tuple[RowSet, NDArray[np.int64]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from distcse.compat import fix_of_hub_error, is_packaged_reader, split_fingerprint
 from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, CorpusTooSmallError, MissingColumnError
-from distcse.recipe import CorpusSection
+from distcse.recipe import CorpusSection, SourceSection
 from distcse.storage import checksum
 from distcse.text.readers import Row, clean, describe_missing_column, file_kind, find_files, read_sentences
 
@@ -20,8 +21,10 @@ _BATCH = 1024
 
 @dataclass(frozen=True)
 class Source:
-    """The source that a recipe names."""
+    """A source that a recipe names."""
 
+    section: SourceSection
+    """The recipe's section of it."""
     kind: str
     """`path` or `dataset`."""
     names: list[str]
@@ -32,43 +35,49 @@ class Source:
     """Streams the sentences, None for a blank row."""
 
     @classmethod
-    def of(cls, section: CorpusSection, identified: bool = True) -> Source:
-        """Open the source of a corpus; files are hashed only if they are `identified`."""
+    def of(cls, section: SourceSection, identified: bool = True) -> Source:
+        """Open a source; files are hashed only if they are `identified`."""
+        columns = [section.column] if section.title_column is None else [section.title_column, section.column]
         if section.path is not None:
             files = _files(section)
             contents = [_content_hash(file) for file in files] if identified else []
-            return cls("path", [str(file) for file in files], contents, lambda: _rows_of(files, section.column))
-        if section.dataset is not None:
-            split, fingerprint = _open_dataset(section)
-            return cls("dataset", [section.dataset], [fingerprint], lambda: read_dataset(split, section.column))
-        raise CorpusNotFoundError(
-            "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
-        )
+            return cls(section, "path", [str(file) for file in files], contents, lambda: _rows_of(files, columns))
+        split, fingerprint = _open_dataset(section)
+        return cls(section, "dataset", [str(section.dataset)], [fingerprint], lambda: read_dataset(split, columns))
+
+    @classmethod
+    def all_of(cls, corpus: CorpusSection, identified: bool = True) -> list[Source]:
+        """Open the sources of a corpus, of which there is at least one."""
+        if not corpus.all_sources:
+            raise CorpusNotFoundError(
+                "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
+            )
+        return [cls.of(section, identified) for section in corpus.all_sources]
 
 
-def source_rows(section: CorpusSection) -> Iterator[Row]:
-    """Stream a corpus's rows from its source, None for a blank row, without writing a cache."""
-    return Source.of(section, identified=False).rows()
+def source_rows(corpus: CorpusSection) -> Iterator[Row]:
+    """Stream a corpus's rows from its sources, None for a blank row, without writing a cache."""
+    return chain.from_iterable(source.rows() for source in Source.all_of(corpus, identified=False))
 
 
-def check_source(section: CorpusSection) -> None:
-    """Check in a moment that a corpus's files exist and that the first file has its column.
+def check_sources(corpus: CorpusSection) -> None:
+    """Check in a moment that a corpus's files exist, and that the first file of each source has its columns.
 
-    Reads one row. A data set is not opened, because that may download it.
+    Reads one row of each. A data set is not opened, because that may download it.
     """
-    if section.dataset is None:
-        next(source_rows(section), None)
+    files = [section for section in corpus.all_sources if section.dataset is None]
+    for source in [Source.of(section, identified=False) for section in files] or Source.all_of(corpus, identified=False):
+        next(source.rows(), None)
 
 
-def count_repeated_files(section: CorpusSection) -> int:
-    """Return how many of a corpus's files are read again, because `corpus.path` names them or matches them repeatedly."""
-    if section.path is None:
-        return 0
-    files = [os.path.realpath(file) for file in _files(section)]
+def count_repeated_files(corpus: CorpusSection) -> int:
+    """Return how many of a corpus's files are read again, because paths name them or match them repeatedly."""
+    sections = [section for section in corpus.all_sources if section.path is not None]
+    files = [os.path.realpath(file) for section in sections for file in _files(section)]
     return len(files) - len(set(files))
 
 
-def _files(section: CorpusSection) -> list[Path]:
+def _files(section: SourceSection) -> list[Path]:
     assert section.path is not None
     return find_files([section.path] if isinstance(section.path, str) else section.path)
 
@@ -82,17 +91,17 @@ def _content_hash(file: Path) -> str:
     return file_kind(file) + content
 
 
-def _rows_of(files: list[Path], column: str) -> Iterator[Row]:
+def _rows_of(files: list[Path], columns: list[str]) -> Iterator[Row]:
     for file in files:
         sentences = 0
-        for row in read_sentences(file, column):
+        for row in read_sentences(file, *columns):
             sentences += row is not None
             yield row
         if not sentences:
             raise CorpusTooSmallError(f"{file} contains no sentence: it is empty, or every row is blank")
 
 
-def _open_dataset(section: CorpusSection) -> tuple[Any, str]:
+def _open_dataset(section: SourceSection) -> tuple[Any, str]:
     """Open the split that a recipe names; a local folder (data files, or from `save_to_disk`) needs no hub.
 
     Returns:
@@ -110,22 +119,24 @@ def _open_dataset(section: CorpusSection) -> tuple[Any, str]:
             f"data set {name!r} (configuration {section.dataset_config!r}, split {section.split!r}) cannot be loaded: "
             f"{_reason(error)}"
         ) from error
-    if section.column not in columns:
-        raise MissingColumnError(f"data set {name} has {describe_missing_column(section.column, columns)}")
+    for column in filter(None, (section.column, section.title_column)):
+        if column not in columns:
+            raise MissingColumnError(f"data set {name} has {describe_missing_column(column, columns)}")
     return split, fingerprint
 
 
-def read_dataset(dataset: Any, column: str) -> Iterator[Row]:
-    """Yield each row's text on one line, None for a blank row."""
-    for row, value in enumerate(_values(dataset, column), start=1):
-        if value is not None and not isinstance(value, str):
-            found = f"{type(value).__name__} {value!r:.60}"
-            raise CorpusFormatError(f"data set row {row}: column {column!r} holds {found}, expected text")
-        yield clean(value)
+def read_dataset(dataset: Any, columns: list[str]) -> Iterator[Row]:
+    """Yield each row's text on one line, of a title and a text if there are two columns; None for a blank row."""
+    for row, values in enumerate(_values(dataset, columns), start=1):
+        for column, value in zip(columns, values, strict=True):
+            if value is not None and not isinstance(value, str):
+                found = f"{type(value).__name__} {value!r:.60}"
+                raise CorpusFormatError(f"data set row {row}: column {column!r} holds {found}, expected text")
+        yield clean(*values)
 
 
-def _values(dataset: Any, column: str) -> Iterator[Any]:
-    row, batches = 0, iter(dataset.select_columns([column]).iter(batch_size=_BATCH))
+def _values(dataset: Any, columns: list[str]) -> Iterator[tuple[Any, ...]]:
+    row, batches = 0, iter(dataset.select_columns(columns).iter(batch_size=_BATCH))
     while True:
         try:
             batch = next(batches, None)
@@ -133,11 +144,11 @@ def _values(dataset: Any, column: str) -> Iterator[Any]:
             raise CorpusNotFoundError(f"data set cannot be read after row {row:,}: {_reason(error)}") from error
         if batch is None:
             return
-        row += len(batch[column])
-        yield from batch[column]
+        row += len(batch[columns[0]])
+        yield from zip(*(batch[column] for column in columns), strict=True)
 
 
-def _open_split(name: str, section: CorpusSection) -> tuple[Any, str]:
+def _open_split(name: str, section: SourceSection) -> tuple[Any, str]:
     import datasets  # takes two seconds, and few recipes need it
 
     if is_packaged_reader(name):
@@ -159,7 +170,7 @@ def _open_split(name: str, section: CorpusSection) -> tuple[Any, str]:
     return loaded, split_fingerprint(loaded)
 
 
-def _select_split(loaded: Any, section: CorpusSection) -> Any:
+def _select_split(loaded: Any, section: SourceSection) -> Any:
     """Return the recipe's split; a data set without splits is returned as it is."""
     if not isinstance(loaded, dict):
         return loaded

@@ -363,7 +363,7 @@ def test_a_hub_that_fails_while_streaming_is_an_error_of_the_corpus() -> None:
             yield {"text": ["one", "two"]}
             raise ConnectionError("Max retries exceeded")  # an OSError, but not of a disk
 
-    rows = read_dataset(FailingStream(), "text")
+    rows = read_dataset(FailingStream(), ["text"])
     assert [next(rows), next(rows)] == ["one", "two"]
     with fails_with(CorpusNotFoundError, "row 2", "Max retries exceeded"):
         next(rows)

@@ -25,7 +25,7 @@ from distcse.errors import (
     MissingColumnError,
 )
 from distcse.recipe import CorpusSection
-from distcse.text import check_source, source_rows
+from distcse.text import check_sources, source_rows
 from tests.failures import fails_with
 
 Texts = list[str | None]
@@ -292,4 +292,4 @@ def test_a_source_that_is_not_there_is_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     with fails_with(CorpusNotFoundError, *named):
-        check_source(CorpusSection(path=path))
+        check_sources(CorpusSection(path=path))

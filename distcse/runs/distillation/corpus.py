@@ -38,7 +38,7 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
 from distcse.teachers.reuse import Reuse, find_reuse
 from distcse.teachers.table import EmbeddingTable, table_statistics
-from distcse.text import BatchSampler, Corpus, Tokenization, TokenTable, count_repeated_files
+from distcse.text import Corpus, Tokenization, TokenTable, count_repeated_files
 from distcse.text.token_table import PART_ROWS, SampledTokens
 from distcse.training.schedule import fitting_batch, total_steps
 
@@ -135,7 +135,7 @@ def extent_of(recipe: Recipe, corpus: Corpus) -> tuple[str, list[SettingsWarning
     training, spec = recipe.training, TokenizerSpec.of(recipe.student)
     rows, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     num_twins = len(corpus) - len(rows) - len(held_out)
-    per_epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
+    per_epoch = corpus.sampler(rows, training.batch_size, recipe.seed).steps_per_epoch
     steps = total_steps(training, per_epoch)
     texts = _sample_texts(corpus)
     sampled = SampledTokens.of(spec.tokenizer, [spec.prompt + text for text in texts])

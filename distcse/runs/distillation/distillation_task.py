@@ -31,7 +31,7 @@ from distcse.teachers.lists import LocalTeacherClient, TeacherClient, TeacherEns
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetReader, TargetSpec
 from distcse.teachers.teacher import open_table_teacher, worker_tables
-from distcse.text import BatchSampler, Corpus, TokenTable
+from distcse.text import Corpus, TokenTable
 from distcse.text.collate import Tokens, collate
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.cuda_graphs import graph_mode
@@ -374,7 +374,7 @@ class BatchLoader:
         detection = spec.recipe.objective.active(DetectionSection)
         self._detects = detection is not None
         self._counts_padding = detection is not None and detection.reduction == "all"
-        self.sampler = BatchSampler(train_rows, training.batch_size, spec.recipe.seed)
+        self.sampler = self.corpus.sampler(train_rows, training.batch_size, spec.recipe.seed)
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
         rows = training.batch_size // workers
         self.batch_slice = slice(rank * rows, (rank + 1) * rows)

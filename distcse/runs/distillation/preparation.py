@@ -33,7 +33,7 @@ from distcse.teachers.targets import (
     has_projection,
     kept_share,
 )
-from distcse.text import BatchSampler, Corpus, TokenTable
+from distcse.text import Corpus, TokenTable
 
 _FIT_ROWS = 20_000
 """Rows on which a projection's principal components are fitted."""
@@ -66,7 +66,7 @@ class PreparedCorpus:
         require_vectors(recipe)
         tokens = prepare_tokens(recipe, corpus, backend, reporter)
         rows, _ = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
-        BatchSampler(rows, recipe.training.batch_size, recipe.seed)  # raises if there are too few
+        corpus.sampler(rows, recipe.training.batch_size, recipe.seed)  # raises if there are too few
         return cls(corpus, tokens, recipe)
 
     def tables(self, backend: Backend, reporter: Reporter, verifies: bool = True) -> list[EmbeddingTable | None]:
