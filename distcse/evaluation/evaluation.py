@@ -25,6 +25,7 @@ from distcse.evaluation.results import (
 from distcse.evaluation.suites import PUBLISHED, Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
 from distcse.evaluation.tasks.agreement import with_agreement
+from distcse.evaluation.tasks.retrieval import RetrievalTask
 from distcse.evaluation.tasks.transfer import TransferTask
 from distcse.events import Reporter, StageProgress
 
@@ -124,7 +125,8 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
     supported = [task for task in tasks.tasks if supports(task, model)]
     reporter.check_stop(f"before the evaluation of {name}")
     if isinstance(model, VectorModel):
-        model.prepare(text for task in supported for text in task.sentences())
+        plain = [task for task in supported if not isinstance(task, RetrievalTask)]  # which reads texts by their roles
+        model.prepare(text for task in plain for text in task.sentences())
     results = {}
     for done, task in enumerate(supported):
         reporter.advance(name, done, len(supported), f"sets, now {task.suite} {task.name}")

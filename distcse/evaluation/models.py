@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
@@ -14,6 +14,8 @@ from distcse.errors import ModelOutputError
 from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder
 from distcse.rank_space import RankSpaceEncoder, index_pairs
+from distcse.recipe import Role
+from distcse.text.corpus import of_role
 
 Pairs = tuple[Sequence[str], Sequence[str]]
 Progress = Callable[[int, int], None]
@@ -42,46 +44,53 @@ class VectorModel:
 
     Args:
         encode: Maps n texts to (n, d) vectors, in the order of the texts; `Encoder.encode` or a function like it.
+        roles: The roles that it reads in another way than plain texts: `encode` gets each with `role=`. Default: none.
     """
 
-    def __init__(self, encode: Callable[..., NDArray[np.floating]]) -> None:
+    def __init__(self, encode: Callable[..., NDArray[np.floating]], roles: Collection[Role] = ()) -> None:
         self.seconds = 0.0
         """Time spent in `encode`."""
         self._encode = encode
-        self._index: dict[str, int] = {}
+        self._roles = frozenset(roles)
+        self._index: dict[tuple[Role, str], int] = {}
         self._vectors: NDArray[np.float32] | None = None
 
     @classmethod
     def of(cls, encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None) -> VectorModel:
         """Wrap an encoder; its folder decides whether vectors are normalized."""
-        return cls(_make_encode(encoder, precision, on_progress))
+        return cls(_make_encode(encoder, precision, on_progress), encoder.roles_apart)
 
-    def prepare(self, texts: Iterable[str]) -> None:
-        """Encode the texts that are not cached yet, in one call, so that batches are sorted by length over all of them."""
-        new = [text for text in dict.fromkeys(texts) if text not in self._index]
+    def prepare(self, texts: Iterable[str], role: Role = "text") -> None:
+        """Encode the texts of a role that are not cached yet, in one call, so that batches are sorted by length over all."""
+        role = self._read_as(role)
+        new = [text for text in dict.fromkeys(texts) if (role, text) not in self._index]
         if not new:
             return
         started_at = perf_counter()
-        vectors = np.asarray(self._encode(new), dtype=np.float32)
+        vectors = np.asarray(of_role(self._encode, role)(new), dtype=np.float32)
         self.seconds += perf_counter() - started_at
         _require_finite(int((~np.isfinite(vectors)).any(axis=1).sum()), len(new), "texts")
         num_known = len(self._index)
-        self._index.update({text: num_known + offset for offset, text in enumerate(new)})
+        self._index.update({(role, text): num_known + offset for offset, text in enumerate(new)})
         self._vectors = vectors if self._vectors is None else np.concatenate([self._vectors, vectors])
+
+    def _read_as(self, role: Role) -> Role:
+        return role if role in self._roles else "text"
 
     def compute(self, texts: Sequence[str]) -> None:
         """Encode n texts, known or not, and keep nothing: a pass to be timed."""
         self._encode(texts)
 
-    def vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the (n, d) vectors of n texts."""
-        self.prepare(texts)
+    def vectors(self, texts: Sequence[str], role: Role = "text") -> NDArray[np.float32]:
+        """Return the (n, d) vectors of n texts of a role."""
+        self.prepare(texts, role)
         assert self._vectors is not None
-        return self._vectors[[self._index[text] for text in texts]]
+        role = self._read_as(role)
+        return self._vectors[[self._index[role, text] for text in texts]]
 
-    def unit_vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the (n, d) vectors of n texts, normalized to length 1; a zero vector stays zero."""
-        vectors = self.vectors(texts)
+    def unit_vectors(self, texts: Sequence[str], role: Role = "text") -> NDArray[np.float32]:
+        """Return the (n, d) vectors of n texts of a role, normalized to length 1; a zero vector stays zero."""
+        vectors = self.vectors(texts, role)
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         return np.asarray(vectors / np.where(lengths > 0, lengths, 1.0), dtype=np.float32)
 
@@ -103,11 +112,11 @@ class VectorModel:
 
 
 def _make_encode(encoder: Encoder, precision: str, on_progress: Progress | None) -> Callable[..., NDArray[np.float32]]:
-    """Return an encoder's `encode` as a function of texts, for a precision."""
+    """Return an encoder's `encode` as a function of texts and their role, for a precision."""
 
-    def encode(texts: Sequence[str]) -> NDArray[np.float32]:
+    def encode(texts: Sequence[str], role: Role = "text") -> NDArray[np.float32]:
         progress = None if on_progress is None else lambda done: on_progress(done, len(texts))
-        return encoder.encode(texts, precision=precision, on_progress=progress)
+        return encoder.encode(texts, role=role, precision=precision, on_progress=progress)
 
     return encode
 

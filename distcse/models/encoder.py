@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -27,19 +28,21 @@ from distcse.models.loading import (
     has_dropout,
     length_limit,
     load_backbone,
+    readings_of,
     refuse_unsupported_preprocessing,
     require_finite,
     resolve_pooling,
+    role_prompts,
 )
 from distcse.models.pooling import AT_ONE_TOKEN, Dense, build_head, pool, token_position
 from distcse.models.saving import replacing, save_model, write_layout
 from distcse.models.st_format import Layout, find_prompt
 from distcse.models.student import factorize_embeddings, keep_layers
 from distcse.models.texts import TOKENIZED_TEXTS, apply_prompt, as_texts, is_template
-from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
+from distcse.recipe import EncoderSection, Pooling, Role, StudentSection, TrainedSection
 from distcse.recipe.validation_errors import explain
 from distcse.storage import ArtifactStore
-from distcse.text.token_table import encode_batch, tokenizing
+from distcse.text.token_table import Reading, encode_batch, tokenizing
 
 
 class Encoder(nn.Module):
@@ -73,6 +76,7 @@ class Encoder(nn.Module):
         self.max_length = max_length
         self.prompt = prompt
         self.normalize = normalize
+        self._readings: Mapping[Role, Reading] = {}
         self._settings = Layout()
         self.token_budget = TokenBudget()
 
@@ -114,7 +118,7 @@ class Encoder(nn.Module):
         tokenizer = folder.load_tokenizer()  # first: without one, the folder's pooling does not matter
         pooling = resolve_pooling(section, layout)
         dropout = section.dropout if isinstance(section, TrainedSection) else None
-        configured_length = section.max_length or layout.max_length
+        configured_length = section.longest or layout.max_length
         backbone = load_backbone(folder, dropout, configured_length, dtype)
         if isinstance(section, TrainedSection) and section.layers is not None:
             keep_layers(backbone, section.layers)
@@ -127,12 +131,25 @@ class Encoder(nn.Module):
         prompt, head = section.prompt or layout.prompt, build_head(folder.root, layout.head, _width(backbone))
         require_finite(folder.root, head)
         encoder = cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head)
-        encoder.take_settings(layout)
+        readings = readings_of(section, layout, max_length)
+        encoder._readings = {role: each for role, each in readings.items() if each != Reading(prompt, max_length)}
+        prompts = role_prompts(layout.prompts, readings) if section.prompts else layout.prompts
+        encoder.take_settings(replace(layout, prompts=prompts))
         return encoder
 
     def take_settings(self, source: Layout | Encoder) -> None:
-        """Take the named prompts, truncation and similarity of a folder or another encoder."""
+        """Take the named prompts, truncation and similarity of a folder or another encoder, and of an encoder its roles."""
         self._settings = source._settings if isinstance(source, Encoder) else source
+        self._readings = source._readings if isinstance(source, Encoder) else self._readings
+
+    def reading(self, role: Role) -> Reading:
+        """Return how the texts of a role are read: all alike, unless recipe or folder say otherwise."""
+        return self._readings.get(role, Reading(self.prompt, self.max_length))
+
+    @property
+    def roles_apart(self) -> set[Role]:
+        """The roles that are not read as plain texts are."""
+        return {role for role in get_args(Role) if self.reading(role) != self.reading("text")}
 
     @property
     def prompts(self) -> Mapping[str, str]:
@@ -213,13 +230,14 @@ class Encoder(nn.Module):
     def _is_mask_token(self, ids: Tensor) -> Tensor | None:
         return ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
 
-    def token_ids(self, texts: Sequence[str], prompt: str | None = None) -> list[list[int]]:
-        """Tokenize texts, truncated to `max_length`."""
-        prompt = self.prompt if prompt is None else prompt
+    def token_ids(self, texts: Sequence[str], prompt: str | None = None, role: Role = "text") -> list[list[int]]:
+        """Tokenize texts of a role, truncated to its maximum length; another prompt replaces the role's."""
+        reading = self.reading(role)
+        prompt, max_length = reading.prompt if prompt is None else prompt, reading.max_length
         ids: list[list[int]] = []
         for begin in range(0, len(texts), TOKENIZED_TEXTS):
-            part = apply_prompt(self.tokenizer, texts[begin : begin + TOKENIZED_TEXTS], prompt, self.max_length)
-            with tokenizing(self.tokenizer, self.max_length) as backend:
+            part = apply_prompt(self.tokenizer, texts[begin : begin + TOKENIZED_TEXTS], prompt, max_length)
+            with tokenizing(self.tokenizer, max_length) as backend:
                 ids += encode_batch(backend, part)
         return ids
 
@@ -227,6 +245,7 @@ class Encoder(nn.Module):
         self,
         texts: str | Iterable[str],
         *,
+        role: Role = "text",
         prompt_name: str | None = None,
         batch_tokens: int | None = None,
         normalize: bool | None = None,
@@ -239,7 +258,8 @@ class Encoder(nn.Module):
 
         Args:
             texts: A text; or a list, tuple, array, pandas Series or generator of texts.
-            prompt_name: Name of the folder's prompt to use, such as `query`. Default: the encoder's prompt.
+            role: What the texts are to a search: `query`, `document`, or `text` (default) for neither.
+            prompt_name: Name of the folder's prompt to use, such as `query`. Default: the role's prompt.
             batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 2048 on a CPU, 65536 on a GPU;
                 halved where the GPU's memory does not suffice.
             normalize: Whether to return unit vectors. Default: the model's own setting.
@@ -260,7 +280,7 @@ class Encoder(nn.Module):
         def chunks() -> Iterator[Chunk]:
             for part in split_chunks(found, self.device):
                 known = len(index_of)
-                new, part_indices = _distinct(self.token_ids(part, prompt), index_of)
+                new, part_indices = _distinct(self.token_ids(part, prompt, role), index_of)
                 indices.extend(part_indices)
                 yield Chunk([new], vectors[known : len(index_of)])
 
@@ -287,6 +307,7 @@ class Encoder(nn.Module):
         self,
         groups: Iterable[Sequence[str]],
         *,
+        roles: Iterable[Role] = repeat("text"),
         batch_tokens: int | None = None,
         normalize: bool | None = None,
         precision: str = "fp32",
@@ -299,6 +320,7 @@ class Encoder(nn.Module):
 
         Args:
             groups: The groups, such as the shards of a table. A thread advances this iterator.
+            roles: The role of each group's texts. Default: `text`.
             batch_tokens: See `encode`.
             normalize: See `encode`.
             precision: See `encode`.
@@ -314,8 +336,8 @@ class Encoder(nn.Module):
         indices: deque[list[int]] = deque()
 
         def chunks() -> Iterator[Chunk]:
-            for texts in groups:
-                rows, group_indices = _distinct(self.token_ids(as_texts(texts)), {})
+            for texts, role in zip(groups, roles, strict=False):
+                rows, group_indices = _distinct(self.token_ids(as_texts(texts), role=role), {})
                 indices.append(group_indices)
                 yield Chunk([rows], np.empty((len(rows), self.dimension), dtype=np.float32))
 
@@ -412,13 +434,21 @@ class TokenizerSpec:
 
     Attributes:
         tokenizer: A fast Hugging Face tokenizer.
-        max_length: Maximum number of tokens, with special tokens.
-        prompt: Prefix or template of the texts; may be empty.
+        readings: The prompt and maximum length of each role.
     """
 
     tokenizer: Any
-    max_length: int
-    prompt: str
+    readings: Mapping[Role, Reading]
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens of plain texts, with special tokens."""
+        return self.readings["text"].max_length
+
+    @property
+    def prompt(self) -> str:
+        """Prefix or template of plain texts; may be empty."""
+        return self.readings["text"].prompt
 
     @classmethod
     def of(cls, section: EncoderSection) -> TokenizerSpec:
@@ -430,13 +460,13 @@ class TokenizerSpec:
         layout = folder.layout
         tokenizer = folder.load_tokenizer()
         resolve_pooling(section, layout)
-        max_length = section.max_length or layout.max_length
+        max_length = section.longest or layout.max_length
         if max_length is None:
             encoder = Encoder.from_section(section)
-            return cls(encoder.tokenizer, encoder.max_length, encoder.prompt)
+            return cls(encoder.tokenizer, {role: encoder.reading(role) for role in get_args(Role)})
         folder.supported_config()
         refuse_unsupported_preprocessing(section, layout, tokenizer)
-        return cls(tokenizer, max_length, section.prompt or layout.prompt)
+        return cls(tokenizer, readings_of(section, layout, max_length))
 
 
 def _width(backbone: nn.Module) -> int:

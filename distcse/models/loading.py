@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -27,8 +28,9 @@ from distcse.models.folder import ModelFolder, model_class
 from distcse.models.st_format import Layout
 from distcse.models.student import require_layers
 from distcse.models.texts import SENTENCE
-from distcse.recipe import EncoderSection, Pooling
+from distcse.recipe import EncoderSection, Pooling, Role
 from distcse.recipe.encoders import TrainedSection
+from distcse.text.token_table import Reading
 
 _LOG = logging.getLogger(__name__)
 _POOLINGS = "cls, mean, max, last_token, mask"
@@ -236,16 +238,39 @@ def refuse_unsupported_preprocessing(section: EncoderSection, layout: Layout, to
             f"{section.backbone}: its tokenizer gives a text other token types than 0, which distcse does not pass on; use "
             "another model"
         )
-    refuse_unpooled_prompt(section.backbone, layout, section.prompt)
+    refuse_unpooled_prompt(section, layout)
 
 
-def refuse_unpooled_prompt(name: str, layout: Layout, prompt: str) -> None:
+def refuse_unpooled_prompt(section: EncoderSection, layout: Layout) -> None:
     """Refuse a model that reads texts with a prompt and pools without the prompt's tokens."""
-    if (prompt or layout.prompt) and (not layout.pools_prompt or name.startswith(_INSTRUCTOR)):
+    name, has_prompt = section.backbone, any([section.prompt, layout.prompt, *section.prompts.values()])
+    if has_prompt and (not layout.pools_prompt or name.startswith(_INSTRUCTOR)):
         raise UnsupportedModelError(
             f"{name} pools without the prompt's tokens (include_prompt: false), which distcse does not support; "
             "use another model, or one without a prompt"
         )
+
+
+_ROLE_NAMES: Mapping[Role, Sequence[str]] = {"query": ["query"], "document": ["document", "passage", "corpus"]}
+"""Names of the prompts in a folder that sentence-transformers' `encode_query` and `encode_document` take."""
+
+
+def readings_of(section: EncoderSection, layout: Layout, max_length: int) -> dict[Role, Reading]:
+    """Return how an encoder with a maximum length reads each role: by the recipe's prompts, or else by the folder's."""
+    readings: dict[Role, Reading] = {}
+    for role in get_args(Role):
+        # sentence-transformers writes an empty `document` also beside a `passage`.
+        found = [layout.prompts[name] for name in _ROLE_NAMES.get(role, ()) if name in layout.prompts]
+        named = next(filter(None, found), "" if found else layout.prompt)
+        prompt = section.prompts.get(role, section.prompt or named)
+        readings[role] = Reading(prompt, section.role_lengths.get(role, max_length))
+    return readings
+
+
+def role_prompts(prompts: Mapping[str, str], readings: Mapping[Role, Reading]) -> dict[str, str]:
+    """Return the named prompts of a folder to save, of which those of roles say how the encoder reads them."""
+    others = {name: prompt for name, prompt in prompts.items() if name not in chain.from_iterable(_ROLE_NAMES.values())}
+    return {**others, **{role: readings[role].prompt for role in _ROLE_NAMES}}
 
 
 def position_limit(backbone: nn.Module) -> int | None:
@@ -264,7 +289,7 @@ def position_limit(backbone: nn.Module) -> int | None:
 def length_limit(section: EncoderSection, layout: Layout, tokenizer: Any, backbone: nn.Module) -> int:
     """Return the maximum number of tokens per sentence: the recipe's, or else the folder's, or else the backbone's."""
     positions = position_limit(backbone)
-    requested = section.max_length or layout.max_length
+    requested = section.longest or layout.max_length
     if requested is None:
         limits = [limit for limit in (tokenizer.model_max_length, positions) if limit and limit < 10**6]
         if not limits:
@@ -279,10 +304,10 @@ def require_fit(section: EncoderSection, config: Any) -> None:
     depth, positions = (getattr(config, key, None) for key in ("num_hidden_layers", "max_position_embeddings"))
     if isinstance(section, TrainedSection) and section.layers is not None and isinstance(depth, int):
         require_layers(section.layers, depth)
-    if section.max_length is not None and isinstance(positions, int) and positions > 0:
+    if section.longest is not None and isinstance(positions, int) and positions > 0:
         if any(name in config.model_type for name in _FIRST_POSITION_IS_PADDING) and config.pad_token_id is not None:
             positions -= config.pad_token_id + 1
-        _require_positions(section, section.max_length, positions)
+        _require_positions(section, section.longest, positions)
 
 
 def _require_positions(section: EncoderSection, requested: int, positions: int | None) -> None:

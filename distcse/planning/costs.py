@@ -221,7 +221,7 @@ class PlannedTeacher(NamedTuple):
     def pass_over(self, texts: float, lengths: Lengths) -> Pass:
         """Return the pass over texts that are sorted by length, and so almost without padding."""
         assert self.shape is not None
-        length = lengths.mean(self.kind.section.max_length)
+        length = lengths.mean(self.kind.section.longest)
         return Pass(self.shape, texts, length, precision=self.kind.precision)
 
 
@@ -283,7 +283,7 @@ class StudentPlan:
 
     def padded(self, rows: float) -> float:
         """Return the expected padded length of a batch of `rows` sentences."""
-        return self.lengths.expected_longest(max(1, round(rows)), self.recipe.student.max_length)
+        return self.lengths.expected_longest(max(1, round(rows)), self.recipe.student.longest)
 
     def passes(self, rows: float, length: float | None = None) -> list[Pass]:
         """Return the passes of one worker's step: student, discriminator, frozen models, and what GradCache repeats."""
@@ -346,7 +346,7 @@ class StudentPlan:
     def memory_of(self, workers: int, batch: int, stage: int) -> dict[str, float]:
         """Return the memory of one worker at a ZeRO stage."""
         rows, kind = min(batch / workers, self.recipe.training.grad_cache_chunk or batch), self.cluster.machine.kind
-        passes = self.passes(rows, float(self.recipe.student.max_length or self.padded(rows)))
+        passes = self.passes(rows, float(self.recipe.student.longest or self.padded(rows)))
         activations = sum(work.saved_bytes(kind) for work in passes if work.training) + 40.0 * batch / workers * batch
         frozen = self.student.frozen_parameters + sum(model.parameters for model in self.models)
         return worker_memory(self.trained, stage, workers, 4.0 * frozen, activations)
@@ -364,7 +364,7 @@ class StudentPlan:
     @property
     def disk_bytes(self) -> float:
         """Bytes of the cache: text and tokens with their offsets, and tables."""
-        tokens = 2 * self.lengths.mean(self.recipe.student.max_length) + 8
+        tokens = 2 * self.lengths.mean(self.recipe.student.longest) + 8
         return self.lengths.rows * (self.lengths.bytes_per_row + 8 + tokens) + sum(self.tables.values())
 
     @cached_property
@@ -404,7 +404,7 @@ class StudentPlan:
         section, machine = self.recipe.evaluation, self.cluster.machine
         known = DEV_SENTENCES.get(self.recipe.dev_score)
         texts = section.num_heldout if known is None else known
-        length = self.lengths.mean(self.recipe.student.max_length) if known is None else _DEV_TOKENS
+        length = self.lengths.mean(self.recipe.student.longest) if known is None else _DEV_TOKENS
         work = Pass(self.student, texts, length, precision=section.precision)
         number = math.ceil(self.steps / section.eval_steps) + 1
         checkpoints = 1 if machine.kind == "gpu" else number

@@ -92,7 +92,7 @@ class _Groups:
     def _pass(self, number: int, kind: Kind, pairs: float, training: bool) -> Pass:
         """Return a pass over pairs: a bi-encoder encodes each sentence, a cross-encoder both as one text."""
         group, shape = self.recipe.groups[number], self.shapes[number][kind]
-        longest = self.recipe.cross_of(group).max_length if kind == "cross" else group.max_length or 512
+        longest = self.recipe.cross_of(group).max_length if kind == "cross" else group.longest or 512
         lengths = self.lengths if kind == "bi" else self.lengths.pairs()
         length = lengths.mean(longest) * (_FILLED if training else 1.0)
         precision = self.recipe.loop_of(group, kind).precision if training else self.recipe.mutual.precision

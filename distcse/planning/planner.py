@@ -185,7 +185,7 @@ def _short(recipe: Recipe, folder: Path) -> Recipe:
         "storage.runs": str(folder / "runs"),
         "storage.cache": str(folder / "cache"),
         "storage.run_id": None,
-        "corpus.limit": min(recipe.corpus.limit or rows, rows),
+        **{f"corpus.{key}": value for key, value in recipe.corpus.limits(rows).items()},
         "training.max_steps": _WARM_UP + _STEPS,
         "training.log_every": 1,
         "evaluation.eval_steps": _WARM_UP + _STEPS,

@@ -26,7 +26,7 @@ from distcse.models.st_format import Layout, read_layout
 from distcse.models.student import depth_of, factorize_embeddings, keep_layers
 from distcse.models.texts import apply_prompt
 from distcse.recipe import CorpusSection, EncoderSection, StudentSection, TrainedSection
-from distcse.text import source_rows
+from distcse.text.sources import Source
 from distcse.text.token_table import SampledTokens
 
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -90,7 +90,7 @@ def read_shape(section: EncoderSection) -> Shape:
     else:
         folder = folder or resolve_model(name, trusts_code, [CONFIG_FILE])
         config, layout = ModelFolder.read(folder, trusts_code).load_config(), read_layout(folder)
-    refuse_unpooled_prompt(name, layout, section.prompt)
+    refuse_unpooled_prompt(section, layout)
     try:
         encoder = _build(section, config, layout)
     except (ValueError, KeyError, ImportError) as error:
@@ -214,20 +214,28 @@ def assumed_lengths(rows: int, why: str) -> Lengths:
 
 def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
     """Return sentences of the corpus, the number of rows, and why anything was not read."""
-    if corpus.path is None:
-        why = "the recipe names no text" if corpus.dataset is None else f"data set {corpus.dataset} is not opened"
-        return [], corpus.limit if corpus.dataset is not None else None, why
-    limit = min(corpus.limit or _READ_AT_MOST, _READ_AT_MOST)
-    try:
-        rows = (row for row in source_rows(corpus) if row is not None)
-        texts = list(islice(rows, min(limit, _SAMPLED_FROM)))
-        count = len(texts) + sum(1 for _ in islice(rows, limit - len(texts)))
-    except DistcseError as error:
-        return [], None, f"the text cannot be read ({error})"
-    chosen = np.random.default_rng(0).permutation(len(texts))[:_SAMPLE]
-    more = count == _READ_AT_MOST and corpus.limit != _READ_AT_MOST
-    why = f"read up to row {count:,}: give --corpus-rows if there are more" if more else ""
-    return [texts[index] for index in chosen], count, why
+    unopened = next((source.dataset for source in corpus.all_sources if source.dataset is not None), None)
+    if unopened is not None or not corpus.all_sources:
+        why = "the recipe names no text" if unopened is None else f"data set {unopened} is not opened"
+        return [], corpus.limit_of_all, why
+    parts: list[list[str]] = []
+    counts, more = [], []
+    for source in corpus.all_sources:
+        limit = min(source.limit or _READ_AT_MOST, _READ_AT_MOST)
+        try:
+            rows = (row for row in Source.of(source, identified=False).rows() if row is not None)
+            parts.append(list(islice(rows, min(limit, _SAMPLED_FROM))))
+            counts.append(len(parts[-1]) + sum(1 for _ in islice(rows, limit - len(parts[-1]))))
+        except DistcseError as error:
+            return [], None, f"the text cannot be read ({error})"
+        more += [counts[-1]] if counts[-1] == _READ_AT_MOST and source.limit != _READ_AT_MOST else []
+    chosen = [
+        texts[index]
+        for texts, count in zip(parts, counts, strict=True)
+        for index in np.random.default_rng(0).permutation(len(texts))[: round(_SAMPLE * count / max(1, sum(counts)))]
+    ]
+    why = f"read up to row {more[0]:,}: give --corpus-rows if there are more" if more else ""
+    return chosen, sum(counts), why
 
 
 def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], str]:
@@ -236,7 +244,7 @@ def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64
     opened = None if folder is None else ModelFolder.read(folder, encoder.trust_remote_code)
     if opened is not None and has_tokenizer(opened.backbone):
         tokenizer, prompt = opened.load_tokenizer(), encoder.prompt or opened.layout.prompt
-        prompted = apply_prompt(tokenizer, texts, prompt, encoder.max_length or 512)
+        prompted = apply_prompt(tokenizer, texts, prompt, encoder.longest or 512)
         return SampledTokens.of(tokenizer, prompted).lengths, "by the student's tokenizer"
     by_bytes = [2 + len(text.encode()) / _BYTES_PER_TOKEN for text in texts]
     return np.array(by_bytes).round().astype(np.int64), f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"

@@ -35,7 +35,7 @@ NOT_COUNTED = "not counted: start of Ray and imports, downloads, the final evalu
 def student_lines(plan: StudentPlan, problems: list[str]) -> list[str]:
     """Return a student's plan as lines, the shortest answer first: whether it can be done, how long it takes, what it holds."""
     machine, training, step, needed = plan.cluster.machine, plan.recipe.training, plan.step, sum(plan.memory.values())
-    mean, padded = plan.lengths.mean(plan.recipe.student.max_length), plan.padded(plan.batch / plan.workers)
+    mean, padded = plan.lengths.mean(plan.recipe.student.longest), plan.padded(plan.batch / plan.workers)
     held = f"{size_text(needed)} of {size_text(machine.memory)} per worker"
     short = f"{span(plan.seconds)}, {held}, {size_text(plan.disk_bytes)} of cache; bound by {step.binding}"
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.memory.items())

@@ -47,7 +47,8 @@ def _find_labelled(inputs: RecipeInputs) -> str:
 
 def _find_text(section: CorpusSection) -> str:
     check_sources(section)
-    if section.dataset is not None:
-        return f"data set {section.dataset}, opened when the run starts"
-    paths = section.path or []
-    return ", ".join([paths] if isinstance(paths, str) else paths)
+    found = []
+    for source in section.all_sources:
+        paths = [source.path] if isinstance(source.path, str) else source.path or []
+        found += paths if source.dataset is None else [f"data set {source.dataset}, opened when the run starts"]
+    return ", ".join(found)

@@ -52,7 +52,7 @@ def check_model(section: EncoderSection, fetch: bool = False) -> str:
     if not fetch:
         folder.load_tokenizer()  # first: where config.json is missing too, this error says more
     config = folder.supported_config()
-    refuse_unpooled_prompt(name, folder.layout, section.prompt)
+    refuse_unpooled_prompt(section, folder.layout)
     if _is_pooled(section):
         resolve_pooling(section, folder.layout)
         require_fit(section, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from distcse.recipe.names import HubName
 from distcse.recipe.section import Section
@@ -13,6 +13,8 @@ Pooling = Literal["cls", "mean", "max", "last_token", "mask"]
 Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
 Role = Literal["query", "document", "text"]
 """What a text is to a search: a query, a document that queries find, or neither."""
+MaxLength = Annotated[int, Field(ge=4, le=8192)]
+RoleLengths = Annotated[dict[Role, MaxLength], Field(min_length=1)]
 
 
 class EncoderSection(Section):
@@ -22,15 +24,33 @@ class EncoderSection(Section):
     """Folder, hub id, or `package:NAME/FOLDER` for a model inside an installed Python package."""
     pooling: Pooling | None = None
     """Pooling of token vectors into a sentence vector; null reads it from the folder."""
-    max_length: Annotated[int, Field(ge=4, le=8192)] | None = None
-    """Maximum tokens per sentence, special tokens included; longer ones are truncated. null reads it from the folder."""
+    max_length: MaxLength | RoleLengths | None = None
+    """Maximum tokens per sentence, special tokens included; longer ones are truncated. `{query: 32, document: 256}` is by
+    [role](../how-to/search.md#roles); others have the longest. null reads it from the folder."""
     prompt: str = ""
     """Text prepended to every sentence, or a template that contains `{sentence}`."""
-    prompts: dict[Literal["query", "document"], str] = Field(default_factory=dict)
+    prompts: dict[Role, str] = Field(default_factory=dict)
     """Prompts of the rows with these [roles](../how-to/search.md#roles), in place of `prompt`. A role without one here has
     `prompt`, or else the prompt of its name in the folder (for documents also `passage` and `corpus`)."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Read that code first."""
+
+    @field_validator("prompts")
+    @classmethod
+    def _of_searches(cls, prompts: dict[Role, str]) -> dict[Role, str]:
+        if "text" in prompts:
+            raise ValueError("has text, and the prompt of plain texts is prompt; write prompt: TEXT beside prompts")
+        return prompts
+
+    @property
+    def longest(self) -> int | None:
+        """`max_length` of all roles; None where the folder has it."""
+        return max(self.max_length.values()) if isinstance(self.max_length, dict) else self.max_length
+
+    @property
+    def role_lengths(self) -> dict[Role, int]:
+        """`max_length` of single roles."""
+        return self.max_length if isinstance(self.max_length, dict) else {}
 
 
 class TrainedSection(EncoderSection):
@@ -38,9 +58,9 @@ class TrainedSection(EncoderSection):
 
     pooling: Pooling | None = "cls"
     """Pooling of token vectors into a sentence vector, saved with the model; null reads it from the folder."""
-    max_length: Annotated[int, Field(ge=4, le=8192)] | None = 32
-    """Maximum tokens per sentence, in training and in the saved model; longer ones are truncated. null reads it from the
-    folder."""
+    max_length: MaxLength | RoleLengths | None = 32
+    """Maximum tokens per sentence, in training and in the saved model; longer ones are truncated. By role as for teachers: the
+    saved model has the longest. null reads it from the folder."""
     layers: list[Annotated[int, Field(ge=0)]] | None = None
     """Layers of the backbone to keep, as ascending indices such as [0, 2, 4]; null keeps all."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None

@@ -61,7 +61,7 @@ class EndpointSection(Section):
         return name
 
 
-_IGNORED_KEYS = {"class_path": ("max_length", "prompt"), "endpoint": ("max_length", "precision")}
+_IGNORED_KEYS = {"class_path": ("max_length", "prompt", "prompts"), "endpoint": ("max_length", "precision")}
 """By the key that selects a kind of teacher which is no model: keys of `TeacherSection` that do not apply to it."""
 
 

@@ -89,13 +89,26 @@ class CorpusSection(TextSection):
         limits = [source.limit for source in self.all_sources]
         return sum(limit for limit in limits if limit is not None) if limits and None not in limits else None
 
+    def limits(self, rows: int) -> dict[str, int]:
+        """Return the keys of the limits of a part of the text with about this many rows, and their values."""
+        if not self.sources:
+            return {"limit": min(self.limit or rows, rows)}
+        share = -(-rows // len(self.sources))
+        return {
+            f"sources.{number}.limit": min(source.limit or share, share) for number, source in enumerate(self.sources)
+        }
+
     @model_validator(mode="after")
     def _sources_stand_alone(self) -> Self:
-        if given := [name for name in ("path", "dataset", "limit", "title_column") if self.sources and getattr(self, name)]:
+        if given := [
+            name for name in ("path", "dataset", "limit", "title_column") if self.sources and getattr(self, name)
+        ]:
             raise ValueError(f"gives sources and {given[0]}; write {given[0]} in a source, and set it to null here")
         roles = {source.role for source in self.sources}
         if "query" in roles and "document" not in roles:
-            raise ValueError("has queries, and no source has role: document for them to find; add one, or write role: text")
+            raise ValueError(
+                "has queries, and no source has role: document for them to find; add one, or write role: text"
+            )
         return self
 
     def with_absolute_paths(self) -> Self:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.models import Encoder
-from distcse.recipe import TeacherSection
+from distcse.recipe import Role, TeacherSection
 from distcse.storage import ArtifactStore, content_key
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.reuse import Reuse
 from distcse.teachers.table import EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import Embedder, naming_rows
 from distcse.text import Corpus
+from distcse.text.corpus import of_role
 
 PART_ROWS = 16_384
 """Most rows of a shard that are tokenized and embedded together: only their tokens and float32 vectors are in memory."""
@@ -39,7 +41,14 @@ def identity_of(teacher: TeacherSection, corpus: Corpus, shard_rows: int | Liter
     """Return what determines the values of this teacher's vectors of this corpus; arguments as for `table_of`."""
     vectors = len(corpus) - corpus.doubled_rows
     distinct = vectors if corpus.doubled_rows else None
-    return _identity(teacher, corpus.fingerprint, len(corpus), rows_per_shard(shard_rows, vectors), distinct)
+    identity = _identity(teacher, corpus.fingerprint, len(corpus), rows_per_shard(shard_rows, vectors), distinct)
+    if corpus.roles == {"text"}:
+        return identity
+    prompts, lengths = teacher.prompts, teacher.role_lengths
+    readings: dict[str, list[Any]] = {
+        role: [prompts.get(role, teacher.prompt), lengths.get(role, teacher.longest)] for role in corpus.roles
+    }
+    return replace(identity, prompt=readings, max_length=None)
 
 
 def _identity(
@@ -52,7 +61,7 @@ def _identity(
         corpus=texts,
         rows=rows,
         pooling=teacher.pooling,
-        max_length=teacher.max_length,
+        max_length=teacher.role_lengths.get("text", teacher.longest),
         prompt=teacher.prompt,
         precision=kind.precision,
         shard_rows=shard_rows,
@@ -126,26 +135,30 @@ def embed_shards(
     """
     rows = [new_rows(table, shard, reused) for shard in shards]
     precision = table.identity.precision
-    parts = chain.from_iterable(map(_parts, rows))
+    parts = [list(_parts(shard_rows, corpus)) for shard_rows in rows]
     vectors = (
         encoder.encode_each(
-            map(corpus.texts, parts),
+            (corpus.texts(part) for _, part in chain.from_iterable(parts)),
+            roles=(role for role, _ in chain.from_iterable(parts)),
             batch_tokens=tokens_per_batch,
             precision=precision,
             normalize=False,
             on_progress=on_batch,
         )
         if isinstance(encoder, Encoder)
-        else _encode_each(encoder, parts, corpus, tokens_per_batch, precision, on_batch)
+        else _encode_each(encoder, chain.from_iterable(parts), corpus, tokens_per_batch, precision, on_batch)
     )
-    for shard, shard_rows in zip(shards, rows, strict=True):
-        shard_vectors = islice(vectors, len(_parts(shard_rows)))
+    for shard, shard_rows, shard_parts in zip(shards, rows, parts, strict=True):
+        shard_vectors = islice(vectors, len(shard_parts))
         table.write_shard(shard, shard_vectors, None if reused is None else reused.read(table.shard_range(shard)))
         yield len(shard_rows)
 
 
-def _parts(rows: Rows) -> list[Rows]:
-    return [rows[begin : begin + PART_ROWS] for begin in range(0, len(rows), PART_ROWS)]
+def _parts(rows: Rows, corpus: Corpus) -> Iterator[tuple[Role, Rows]]:
+    """Yield rows of one role that are embedded together."""
+    for role, run in corpus.role_runs(rows):
+        for begin in range(run.start, run.stop, PART_ROWS):
+            yield role, rows[begin : min(begin + PART_ROWS, run.stop)]
 
 
 def new_rows(table: EmbeddingTable, shard: int, reused: Reuse | None) -> Rows:
@@ -156,18 +169,18 @@ def new_rows(table: EmbeddingTable, shard: int, reused: Reuse | None) -> Rows:
 
 def _encode_each(
     encoder: Embedder,
-    parts: Iterable[Rows],
+    parts: Iterable[tuple[Role, Rows]],
     corpus: Corpus,
     batch_tokens: int | None,
     precision: str,
     on_batch: Callable[[int], None],
 ) -> Iterator[NDArray[np.float32]]:
     done = 0
-    for rows in parts:
+    for role, rows in parts:
         on_batch(done)  # a class of the user's may not report
         texts, report = corpus.texts(rows), partial(_add, on_batch, done)
         with naming_rows(rows):
-            yield encoder.encode(
+            yield of_role(encoder.encode, role)(
                 texts, batch_tokens=batch_tokens, precision=precision, normalize=False, on_progress=report
             )
         done += len(rows)

@@ -67,7 +67,8 @@ class TableIdentity:
     rows: int
     pooling: str | None
     max_length: int | None
-    prompt: str
+    prompt: str | dict[str, list[Any]]
+    """The prompt; of a corpus with roles, the prompt and maximum length of each, by their names."""
     precision: str
     shard_rows: int
     """Vectors per shard."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import RefusedTextError
-from distcse.recipe import TeacherSection, TeachersSection
+from distcse.recipe import Role, TeacherSection, TeachersSection
 from distcse.teachers.table import EmbeddingTable, normalize_rows
 
 if TYPE_CHECKING:
@@ -44,12 +45,13 @@ class Embedder(Protocol):
         self,
         texts: Sequence[str],
         *,
+        role: Role = ...,
         batch_tokens: int | None = ...,
         normalize: bool | None = ...,
         precision: str = ...,
         on_progress: Callable[[int], None] | None = ...,
     ) -> NDArray[np.float32]:
-        """Embed n texts; return (n, d) float32 vectors."""
+        """Embed n texts; return (n, d) float32 vectors. `role` comes with queries and documents only."""
         ...
 
 
@@ -78,12 +80,10 @@ class LiveTeacher:
         steps, length = columns.shape
         unique, indices = np.unique(columns.ravel(), return_inverse=True)
         with naming_rows(unique):
-            encoded = self._encoder.encode(
-                self._corpus.texts(unique),
-                batch_tokens=self._tokens_per_batch,
-                precision=self._precision,
-                normalize=False,
+            encode = partial(
+                self._encoder.encode, batch_tokens=self._tokens_per_batch, precision=self._precision, normalize=False
             )
+            encoded = self._corpus.encode(unique, encode)
         return cosines(normalize_rows(encoded, unique)[indices].reshape(steps, length, -1), rows)
 
 

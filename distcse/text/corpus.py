@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,8 @@ _LABEL = "corpus.json"
 _NOT_WORDS = re.compile(r"[\W_]+")
 
 Progress = Callable[[int], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def normalized_key(sentence: str) -> str:
@@ -156,7 +158,10 @@ class Corpus:
             blocks = (first[begin : begin + CHUNK] for begin in range(0, len(first), CHUNK))
             written, content = write_sentences(temporary, chain.from_iterable(map(self.texts, blocks)))
             stops = np.searchsorted(first, [part.stop for part in self.parts]).tolist()
-            parts = [replace(part, first=begin, stop=stop) for part, begin, stop in zip(self.parts, [0, *stops], stops, strict=False)]
+            bounds = pairwise([0, *stops])
+            parts = [
+                replace(part, first=begin, stop=stop) for part, (begin, stop) in zip(self.parts, bounds, strict=True)
+            ]
             label.update(
                 _parts_label(parts, content),
                 rows=written,
@@ -206,13 +211,32 @@ class Corpus:
         """Return the sentences of row ids, in the order of the ids."""
         return decode_rows(self._rows, ids)
 
+    @property
+    def roles(self) -> set[Role]:
+        """The roles of the rows."""
+        return {part.role for part in self.parts}
+
     def role_runs(self, ids: Sequence[int] | NDArray[np.int64]) -> list[tuple[Role, slice]]:
         """Split row ids into runs of rows with one role; return each run's role and places."""
         if len(self.parts) == 1 or not len(ids):
             return [(self.parts[0].role, slice(0, len(ids)))]
         numbers = np.searchsorted([part.stop for part in self.parts], np.asarray(ids), side="right")
         stops = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-        return [(self.parts[numbers[begin]].role, slice(begin, stop)) for begin, stop in zip([0, *stops], stops, strict=False)]
+        return [
+            (self.parts[numbers[begin]].role, slice(begin, stop))
+            for begin, stop in zip([0, *stops], stops, strict=False)
+        ]
+
+    def encode(self, ids: NDArray[np.int64], encode: Callable[..., NDArray[np.float32]]) -> NDArray[np.float32]:
+        """Return the (n, d) vectors of n row ids, from a function like `Encoder.encode`, which gets texts of one role."""
+        order = np.argsort(ids, kind="stable")
+        runs = self.role_runs(ids[order])
+        if len(runs) == 1:
+            return of_role(encode, runs[0][0])(self.texts(ids))
+        encoded = np.concatenate([of_role(encode, role)(self.texts(ids[order[run]])) for role, run in runs])
+        vectors = np.empty_like(encoded)
+        vectors[order] = encoded
+        return vectors
 
     def keys(self, cache: ArtifactStore) -> RowKeys:
         """Return the sorted keys of the sentences, from the cache or newly computed; equal texts of two roles have two.
@@ -259,6 +283,11 @@ class Corpus:
                     "left to train on; add text, or set evaluation.num_heldout=0 and name a dev set in evaluation.data"
                 )
         return train, chosen
+
+
+def of_role(encode: Callable[P, T], role: Role) -> Callable[P, T]:
+    """Return an embedder's `encode` for texts of a role. Plain texts need no argument, so that it may know no roles."""
+    return encode if role == "text" else partial(encode, role=role)  # type: ignore[arg-type]
 
 
 def write_sentences(folder: Path, sentences: Iterator[str], on_progress: Progress | None = None) -> tuple[int, str]:
@@ -310,7 +339,9 @@ def _marked_texts(rows: RaggedRows, parts: Sequence[CorpusPart], ids: Iterable[i
         return texts
     roles = [part.role for part in parts]
     numbers = np.searchsorted([part.stop for part in parts], ids, side="right").tolist()
-    return [text if roles[part] == "text" else f"{roles[part]}\n{text}" for text, part in zip(texts, numbers, strict=True)]
+    return [
+        text if roles[part] == "text" else f"{roles[part]}\n{text}" for text, part in zip(texts, numbers, strict=True)
+    ]
 
 
 def _parts_label(parts: Sequence[CorpusPart], content: str) -> dict[str, Any]:

@@ -98,7 +98,9 @@ def read_sentences(file: Path, *columns: str) -> Iterator[Row]:
     """Stream the rows of one file: a column of text, or of titles and of texts; errors name the file, and the line or row."""
     kind = file_kind(file)
     if len(columns) > 1 and kind.startswith(".txt"):
-        raise CorpusFormatError(f"{file} has no columns, so no column {columns[0]!r} of titles; write title_column: null")
+        raise CorpusFormatError(
+            f"{file} has no columns, so no column {columns[0]!r} of titles; write title_column: null"
+        )
     for values in zip(*(_READERS[kind](file, column) for column in columns), strict=True):
         yield clean(*values)
 

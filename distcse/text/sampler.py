@@ -126,7 +126,9 @@ class BatchSampler:
         bounds = [0, *(self._rows.count_below(stop) for stop, _ in self._weights)]
         parts = [range(*pair) for pair in pairwise(bounds)]
         weights = [weight for _, weight in self._weights]
-        return [(part, int(weight), round(len(part) * (weight % 1))) for part, weight in zip(parts, weights, strict=True)]
+        return [
+            (part, int(weight), round(len(part) * (weight % 1))) for part, weight in zip(parts, weights, strict=True)
+        ]
 
 
 def split_held_out(rows: int, held_out: int, seed: int) -> tuple[RowSet, NDArray[np.int64]]:

@@ -66,7 +66,9 @@ def check_sources(corpus: CorpusSection) -> None:
     Reads one row of each. A data set is not opened, because that may download it.
     """
     files = [section for section in corpus.all_sources if section.dataset is None]
-    for source in [Source.of(section, identified=False) for section in files] or Source.all_of(corpus, identified=False):
+    for source in [Source.of(section, identified=False) for section in files] or Source.all_of(
+        corpus, identified=False
+    ):
         next(source.rows(), None)
 
 

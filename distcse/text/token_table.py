@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import TokenizerError
 from distcse.events import CHUNK
+from distcse.recipe import Role
 from distcse.storage import ArtifactStore, content_key, text_checksum
 from distcse.text.corpus import Corpus
 from distcse.text.pairs import Pairs
@@ -39,36 +40,45 @@ _PART = re.compile(r"\d+-\d+")
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How an encoder reads the texts of a role."""
+
+    prompt: str
+    """Prefix or template of the texts; may be empty."""
+    max_length: int
+    """Maximum number of tokens, with special tokens."""
+
+
+@dataclass(frozen=True)
 class Tokenization:
     """What determines the tokens of a corpus, and where they are stored.
 
     Attributes:
         corpus: The sentences.
         tokenizer: A fast Hugging Face tokenizer; its truncation and padding settings are restored.
-        max_length: Maximum number of tokens per sentence, with special tokens.
+        readings: The prefix and maximum length of each role's sentences.
         cache: Folder of the caches.
-        prompt: Prefix of every sentence. Default: none.
         part_rows: Rows of a part. Default: `PART_ROWS`.
     """
 
     corpus: Corpus
     tokenizer: Any
-    max_length: int
+    readings: Mapping[Role, Reading]
     cache: ArtifactStore
-    prompt: str = ""
     part_rows: int = PART_ROWS
 
     @cached_property
     def store(self) -> ArtifactStore:
         """The table's folder."""
-        identity = [
+        identity: list[Any] = [
             FORMAT,
             self.corpus.fingerprint,
             tokenizer_fingerprint(self.tokenizer),
             truncation_side(self.tokenizer),
-            self.max_length,
-            self.prompt,
         ]
+        for role in sorted(self.corpus.roles):
+            reading = self.readings[role]
+            identity += [reading.max_length, reading.prompt, *([] if role == "text" else [role])]
         return self.cache / "tokens" / content_key(identity)
 
     @property
@@ -140,14 +150,17 @@ class Tokenization:
                 label["rows"] = writer.finish()
 
     def _tokenize(self, rows: range, writer: RaggedWriter, on_progress: Callable[[int], None] | None) -> None:
-        with tokenizing(self.tokenizer, self.max_length) as backend:
-            for first in range(rows.start, rows.stop, CHUNK):
-                texts = self.corpus.texts(range(first, min(first + CHUNK, rows.stop)))
-                ids = encode_batch(backend, [self.prompt + text for text in texts] if self.prompt else texts)
-                _require_tokens(ids, texts, first)
-                writer.append_rows(ids, self._dtype)
-                if on_progress is not None:
-                    on_progress(first + len(texts))
+        for first in range(rows.start, rows.stop, CHUNK):
+            chunk = range(first, min(first + CHUNK, rows.stop))
+            texts, ids = self.corpus.texts(chunk), list[list[int]]()
+            for role, run in self.corpus.role_runs(chunk):
+                reading = self.readings[role]
+                with tokenizing(self.tokenizer, reading.max_length) as backend:
+                    ids += encode_batch(backend, [reading.prompt + text for text in texts[run]])
+            _require_tokens(ids, texts, first)
+            writer.append_rows(ids, self._dtype)
+            if on_progress is not None:
+                on_progress(chunk.stop)
 
     @cached_property
     def _dtype(self) -> np.dtype[Any]:
@@ -203,7 +216,8 @@ class TokenTable:
             CorpusCacheError: The cache cannot be written.
         """
         # Without parts: this process does not hold their lease.
-        wanted = Tokenization(corpus, tokenizer, max_length, cache, prompt, part_rows=max(1, len(corpus)))
+        readings = dict.fromkeys(get_args(Role), Reading(prompt, max_length))
+        wanted = Tokenization(corpus, tokenizer, readings, cache, part_rows=max(1, len(corpus)))
         if (found := cls.find(wanted)) is not None:
             return found
         wanted.write_table(on_progress)

@@ -6,8 +6,8 @@ the same neighbors?
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from distcse.errors import EvaluationDataError, EvaluationFormatError, MissingCo
 from distcse.evaluation.bootstrap import Estimate, MeanOf, PearsonOf, SpearmanOf
 from distcse.evaluation.models import PairModel, VectorModel
 from distcse.evaluation.tasks import EvalTask, TaskResult
+from distcse.recipe import Role
 from distcse.text.readers import read_sentences
 
 
@@ -51,6 +52,8 @@ class HeldOutVectors:
     content_name: ClassVar[str] = "HeldOutVectors"
 
     texts: list[str]
+    roles: list[Role] = field(default_factory=list, compare=False)
+    """The texts' roles. Default: plain texts."""
     name: str = "held-out rows"
     suite: str = "agreement"
     pairs_only: bool = False
@@ -60,7 +63,16 @@ class HeldOutVectors:
 
     def measure(self, model: VectorModel) -> TaskResult:
         """Return no score, and the (n, d) unit vectors as the detail `vectors`."""
-        return TaskResult({}, {"vectors": model.unit_vectors(self.texts)})
+        return TaskResult({}, {"vectors": vectors_by_role(model, self.texts, self.roles)})
+
+
+def vectors_by_role(model: VectorModel, texts: Sequence[str], roles: Sequence[Role]) -> NDArray[np.float32]:
+    """Return the (n, d) unit vectors of n texts of n roles, or of plain texts if there are none."""
+    if not roles:
+        return model.unit_vectors(texts)
+    of_role = {role: np.flatnonzero([each == role for each in roles]) for role in dict.fromkeys(roles)}
+    encoded = [model.unit_vectors([texts[row] for row in rows.tolist()], role) for role, rows in of_role.items()]
+    return np.concatenate(encoded)[np.argsort(np.concatenate(list(of_role.values())))]
 
 
 def agreement_result(vectors: NDArray[np.floating], similarities: NDArray[np.floating]) -> TaskResult:

@@ -21,6 +21,7 @@ from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import ENDINGS, Table, describe_row, find_table, read_table
 from distcse.evaluation.tasks import TaskResult
 from distcse.evaluation.tasks.sts import ScoredPairs
+from distcse.recipe import Role
 
 CUTOFFS = (1, 5, 10)
 _CUTOFF = 10
@@ -39,6 +40,8 @@ class RetrievalDataset:
     documents: list[str]
     relevant: list[dict[int, float]]
     excluded: list[int | None]
+    roles: tuple[Role, Role] = field(default=("query", "document"), compare=False)
+    """Roles of queries and documents."""
 
     @classmethod
     def paraphrases(cls, pairs: ScoredPairs) -> RetrievalDataset:
@@ -60,6 +63,7 @@ class RetrievalDataset:
             documents,
             [{index[document]: 1.0} for _, document in directed],
             [index[query] for query, _ in directed],
+            ("text", "text"),
         )
 
     @classmethod
@@ -116,8 +120,9 @@ class RetrievalTask:
     def measure(self, model: VectorModel) -> TaskResult:
         """Measure `recall@1`, `recall@5`, `recall@10`, `mrr@10` and `ndcg@10`."""
         dataset = self.dataset
-        queries = model.unit_vectors(dataset.queries)
-        documents = (self.document_model or model).unit_vectors(dataset.documents)
+        of_queries, of_documents = dataset.roles
+        queries = model.unit_vectors(dataset.queries, of_queries)
+        documents = (self.document_model or model).unit_vectors(dataset.documents, of_documents)
         ranks = relevant_ranks(queries, documents, dataset)
         items = f"queries/{self.name}"
         recalls = {

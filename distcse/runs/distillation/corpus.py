@@ -10,6 +10,7 @@ from math import lcm
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distcse.devices.cluster import Cluster
 from distcse.devices.device_plan import GIB
@@ -55,7 +56,7 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     """Read the recipe's corpus, or take it from the cache."""
     require_lasting(recipe.storage, ["cache"])
     cache, excluded = open_store(recipe.storage.cache), excluded_sentences(recipe, recipe.corpus)
-    corpus = Corpus.prepare(recipe.corpus, cache, start_stage(reporter, "corpus", recipe.corpus.limit), excluded)
+    corpus = Corpus.prepare(recipe.corpus, cache, start_stage(reporter, "corpus", recipe.corpus.limit_of_all), excluded)
     skipped = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
     if excluded is not None:
         skipped += f", {corpus.excluded_rows:,} evaluation sentences excluded"
@@ -63,7 +64,7 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
         skipped += f", {corpus.doubled_rows:,} of them equal an earlier one"
     if repeated := count_repeated_files(recipe.corpus):
         files = "1 file is" if repeated == 1 else f"{repeated:,} files are"
-        skipped += f" ({files} read again, because corpus.path matches more than once)"
+        skipped += f" ({files} read again, because paths of the corpus match more than once)"
     if corpus.removed_duplicates:
         skipped += f", {corpus.removed_duplicates:,} that equal an earlier one left out"
     reused = ", reused" if corpus.reused else ""
@@ -137,22 +138,26 @@ def extent_of(recipe: Recipe, corpus: Corpus) -> tuple[str, list[SettingsWarning
     num_twins = len(corpus) - len(rows) - len(held_out)
     per_epoch = corpus.sampler(rows, training.batch_size, recipe.seed).steps_per_epoch
     steps = total_steps(training, per_epoch)
-    texts = _sample_texts(corpus)
-    sampled = SampledTokens.of(spec.tokenizer, [spec.prompt + text for text in texts])
-    cut_share = float((sampled.lengths > spec.max_length).mean())
+    rows_read = _sample_rows(corpus)
+    texts, limits = corpus.texts(rows_read), np.empty(len(rows_read))
+    for role, run in corpus.role_runs(rows_read):
+        reading, limits[run] = spec.readings[role], spec.readings[role].max_length
+        texts[run] = [reading.prompt + text for text in texts[run]]
+    sampled = SampledTokens.of(spec.tokenizer, texts)
+    cut_share, longest = float((sampled.lengths > limits).mean()), int(limits.max())
     note = f"{steps:,} steps of {training.batch_size}, {per_epoch:,} per epoch"
-    note += f"; {cut_share:.0%} of the rows have more than {spec.max_length} tokens and are cut"
+    note += f"; {cut_share:.0%} of the rows have more than {longest} tokens and are cut"
     note += f"; {num_twins:,} rows equal a held-out one and are left out" if num_twins else ""
     return note, [
         *warn_of_few_steps(steps, per_epoch, training.max_steps),
-        *warn_of_cut_rows(cut_share, spec.max_length),
+        *warn_of_cut_rows(cut_share, longest),
         *warn_of_unknown_tokens({"student": sampled.unknown_share}),
         *teacher_token_warnings(recipe, corpus),
     ]
 
 
-def _sample_texts(corpus: Corpus) -> list[str]:
-    return corpus.texts(np.sort(np.random.default_rng(0).choice(len(corpus), min(_SAMPLE, len(corpus)), replace=False)))
+def _sample_rows(corpus: Corpus) -> NDArray[np.int64]:
+    return np.sort(np.random.default_rng(0).choice(len(corpus), min(_SAMPLE, len(corpus)), replace=False))
 
 
 def model_warnings(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
@@ -177,7 +182,7 @@ def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[Se
 
 def teacher_token_warnings(recipe: Recipe, corpus: Corpus) -> list[SettingsWarning]:
     """Return the warnings of teachers whose tokenizers do not know the text, from a sample of it."""
-    shares, texts = {}, _sample_texts(corpus)
+    shares, texts = {}, corpus.texts(_sample_rows(corpus))
     for number, teacher in enumerate(recipe.teachers.encoders):
         if kind_of(teacher, only_local=True).is_model:
             tokenizer = open_model(teacher.backbone, teacher.trust_remote_code).load_tokenizer()
@@ -263,7 +268,7 @@ def _write_part(
 
 def _tokenization(student: StudentSection, corpus: Corpus, cache: ArtifactStore, part_rows: int) -> Tokenization:
     spec = TokenizerSpec.of(student)
-    return Tokenization(corpus, spec.tokenizer, spec.max_length, cache, spec.prompt, part_rows)
+    return Tokenization(corpus, spec.tokenizer, spec.readings, cache, part_rows)
 
 
 def _adding_up(reporter: Reporter, total: int) -> Reporter:

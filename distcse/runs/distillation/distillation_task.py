@@ -467,15 +467,17 @@ class DevMetric:
             return None
         precision, check_stop = decided(recipe.evaluation.precision), stop_of_score(reporter or Reporter())
 
-        def encode(encoder: Encoder, texts: Sequence[str], normalize: bool | None = None) -> NDArray[np.float32]:
+        def encoding(encoder: Encoder, normalize: bool | None = None) -> Callable[..., NDArray[np.float32]]:
             # By every worker: other batches would round differently, so that another number of workers would have other scores,
             # and with ZeRO 3 every worker takes part in every forward pass.
-            return encoder.encode(texts, normalize=normalize, precision=precision, on_progress=check_stop)
+            return partial(encoder.encode, normalize=normalize, precision=precision, on_progress=check_stop)
 
         if (dev := read_dev(recipe)) is not None:
-            return cls(dev.name, lambda encoder: dev.score(VectorModel(partial(encode, encoder))))
-        texts, similarities = corpus.texts(held_out), teacher_similarities(recipe, corpus, held_out, clients)
-        return cls("agreement", lambda encoder: agreement(encode(encoder, texts, True), similarities))
+            return cls(dev.name, lambda encoder: dev.score(VectorModel(encoding(encoder), encoder.roles_apart)))
+        similarities = teacher_similarities(recipe, corpus, held_out, clients)
+        return cls(
+            "agreement", lambda encoder: agreement(corpus.encode(held_out, encoding(encoder, True)), similarities)
+        )
 
 
 def teacher_similarities(

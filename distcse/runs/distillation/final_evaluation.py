@@ -32,11 +32,12 @@ from distcse.evaluation import (
     reporting,
 )
 from distcse.evaluation.models import Progress
+from distcse.evaluation.tasks.agreement import vectors_by_role
 from distcse.events import Reporter, StageProgress
 from distcse.losses import mix_lists
 from distcse.models import Encoder, EncoderHandle, StaticEncoder, resolve_model
 from distcse.rank_space import RankSpaceEncoder, draw_references
-from distcse.recipe import RankInferenceSection, Recipe, TeacherSection, decided
+from distcse.recipe import RankInferenceSection, Recipe, Role, TeacherSection, decided
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import RunDirectory
@@ -53,6 +54,7 @@ from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher import Embedder
 from distcse.text import Corpus
+from distcse.text.corpus import of_role
 
 _CHUNK_ROWS = 1 << 16
 _LABELLED_SUITES = ("sts", "ranking", "geometry", "retrieval")
@@ -120,12 +122,15 @@ def final_scores(
     seen = {name: contamination.write(model) for name, model in trained.items()}
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
     held_out = _held_out_rows(recipe, corpus) if "agreement" in selected else None
-    texts = [] if held_out is None else corpus.texts(held_out)
-    if texts:
-        tasks.tasks.append(HeldOutVectors(texts))
-    tasks.timed_texts = texts or tasks.first_sentences()
+    held_out_task = None
+    if held_out is not None:
+        runs = corpus.role_runs(held_out) if corpus.roles != {"text"} else []
+        roles = [role for role, run in runs for _ in range(run.start, run.stop)]
+        held_out_task = HeldOutVectors(corpus.texts(held_out), roles)
+        tasks.tasks.append(held_out_task)
+    tasks.timed_texts = held_out_task.texts if held_out_task else tasks.first_sentences()
     precision = decided(recipe.evaluation.precision)
-    shared = backend.share((tasks, texts))
+    shared = backend.share((tasks, held_out_task))
     memory = model_memory(recipe.student.backbone)
     calls: list[DeviceCall[Any]] = [
         DeviceCall(
@@ -179,7 +184,7 @@ def _measure_student(
     student: ScoredStudent,
     contamination: Contamination | None,
     precision: str,
-    shared: Callable[[], tuple[Tasks, list[str]]],
+    shared: Callable[[], tuple[Tasks, HeldOutVectors | None]],
     reporter: Reporter,
 ) -> _Measured:
     tasks, _ = shared()
@@ -199,14 +204,14 @@ def _measure_teacher(
     name: str,
     section: TeacherSection,
     precision: str,
-    shared: Callable[[], tuple[Tasks, list[str]]],
+    shared: Callable[[], tuple[Tasks, HeldOutVectors | None]],
     reporter: Reporter,
 ) -> _Measured:
-    tasks, texts = shared()
+    tasks, held_out = shared()
     if not kind_of(section).is_model:  # an endpoint may charge for each text
         tasks = replace(tasks, timed_texts=[])
     candidate = _teacher_candidate(name, section, precision, reporting(reporter, name))
-    similarities = _similarity_matrix(candidate.model, texts) if texts else None
+    similarities = None if held_out is None else _similarity_matrix(candidate.model, held_out)
     return _Measured(measure_model(candidate, tasks, reporter), similarities)
 
 
@@ -228,10 +233,11 @@ def _without_vectors(model: ModelResults) -> ModelResults:
     return replace(model, results={key: r for key, r in model.results.items() if "vectors" not in r.details})
 
 
-def _similarity_matrix(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
-    """Return the (n, n) similarities of n texts."""
+def _similarity_matrix(teacher: Model, held_out: HeldOutVectors) -> NDArray[np.float32]:
+    """Return the (n, n) similarities of n held-out texts."""
+    texts = held_out.texts
     if isinstance(teacher, VectorModel):
-        vectors = teacher.unit_vectors(texts)
+        vectors = vectors_by_role(teacher, texts, held_out.roles)
         return vectors @ vectors.T
     pairs = [(one, other) for one in texts for other in texts]
     scores = teacher.similarities([one for one, _ in pairs], [other for _, other in pairs])
@@ -241,11 +247,12 @@ def _similarity_matrix(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
 def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_progress: Progress) -> Candidate:
     kind = kind_of(section)
     if not kind.is_model:
-        info = ModelInfo(name, kind.source, kind.name, "unknown", section.max_length or 0, 0)
-        return Candidate(info, VectorModel(partial(_encode, kind.open_embedder(), on_progress)))
+        info = ModelInfo(name, kind.source, kind.name, "unknown", section.longest or 0, 0)
+        encode = partial(_encode, kind.open_embedder(), on_progress)
+        return Candidate(info, VectorModel(encode, section.prompts))
     if not kind.has_vectors:
         options = LoadOptions(
-            max_length=section.max_length,
+            max_length=section.longest,
             device=default_device(),
             precision=precision,
             trust_remote_code=section.trust_remote_code,
@@ -256,8 +263,10 @@ def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_pr
     return make_candidate(name, section.backbone, encoder, contamination, precision, on_progress)
 
 
-def _encode(embedder: Embedder, on_progress: Progress, texts: Sequence[str]) -> NDArray[np.float32]:
-    return embedder.encode(texts, on_progress=lambda done: on_progress(done, len(texts)))
+def _encode(
+    embedder: Embedder, on_progress: Progress, texts: Sequence[str], role: Role = "text"
+) -> NDArray[np.float32]:
+    return of_role(embedder.encode, role)(texts, on_progress=lambda done: on_progress(done, len(texts)))
 
 
 def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, reporter: Reporter) -> Contamination:

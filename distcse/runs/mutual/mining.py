@@ -55,7 +55,7 @@ def prepare_mining(recipe: MutualRecipe, reporter: Reporter) -> Corpus:
     assert section is not None
     require_mining(section)
     excluded = excluded_sentences(recipe, section.corpus)
-    progress = partial(reporter.advance, "corpus", total=section.corpus.limit, unit="sentences")
+    progress = partial(reporter.advance, "corpus", total=section.corpus.limit_of_all, unit="sentences")
     return Corpus.prepare(section.corpus, open_store(recipe.storage.cache), progress, excluded)
 
 

@@ -63,7 +63,7 @@ class CrossEncoderKind(ModelKind):
     def open_live(self, corpus: Corpus, tokens_per_batch: int | None) -> Teacher:
         self.check_settings()
         section = self.section
-        scorer = CrossEncoder.load(section.backbone, section.max_length, section.trust_remote_code)
+        scorer = CrossEncoder.load(section.backbone, section.longest, section.trust_remote_code)
         use_mkldnn_linear(scorer.to(default_device()).eval(), self.precision)
         return PairTeacher(scorer, corpus, self.precision, tokens_per_batch)
 

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from itertools import count
@@ -24,7 +24,7 @@ from requests.adapters import HTTPAdapter
 from distcse.checks import Check, fail, ok, warn
 from distcse.errors import EndpointError, RefusedTextError, TeacherError
 from distcse.models.texts import SENTENCE, is_template
-from distcse.recipe import EndpointSection, TeacherSection
+from distcse.recipe import EndpointSection, Role, TeacherSection
 from distcse.storage import text_checksum
 from distcse.teachers.kinds.base import TeacherKind, register_kind
 from distcse.teachers.teacher import Embedder
@@ -83,7 +83,7 @@ class EndpointKind(TeacherKind):
 
     def open_embedder(self) -> Embedder:
         """Create a client of the endpoint. Nothing is requested yet."""
-        return Endpoint(self.section.backbone, self.endpoint, self.section.prompt)
+        return Endpoint(self.section.backbone, self.endpoint, self.section.prompt, self.section.prompts)
 
     def check_source(self) -> list[Check]:
         """Request the endpoint's list of models."""
@@ -104,8 +104,11 @@ class EndpointKind(TeacherKind):
 class Endpoint:
     """Embeds texts over HTTP, with the `encode` method of an encoder."""
 
-    def __init__(self, model: str, section: EndpointSection, prompt: str = "") -> None:
+    def __init__(
+        self, model: str, section: EndpointSection, prompt: str = "", prompts: Mapping[Role, str] | None = None
+    ) -> None:
         self._model, self._section, self._prompt = model, section, prompt
+        self._prompts = prompts or {}
         self._batch_size = section.batch_size
         self._session = _open_session(section)
 
@@ -113,6 +116,7 @@ class Endpoint:
         self,
         texts: Sequence[str],
         *,
+        role: Role = "text",
         batch_tokens: int | None = None,
         normalize: bool | None = None,
         precision: str = "fp32",
@@ -124,6 +128,7 @@ class Endpoint:
 
         Args:
             texts: n texts.
+            role: What the texts are to a search, which selects the prompt. Default: `text`.
             batch_tokens: Ignored: requests have at most `section.batch_size` texts.
             normalize: Whether to scale vectors to unit length; None does not.
             precision: Ignored: the server decides.
@@ -134,6 +139,9 @@ class Endpoint:
         """
         size = self._batch_size
         batches = [range(begin, min(begin + size, len(texts))) for begin in range(0, len(texts), size)]
+        prompt = self._prompts.get(role, self._prompt)
+        template = prompt if is_template(prompt) else prompt + SENTENCE
+        texts = [template.replace(SENTENCE, text) for text in texts]
         batch_vectors: list[NDArray[np.float32]] = []
         with ThreadPoolExecutor(self._section.connections) as pool:
             for vectors in pool.map(lambda batch: self._embed(texts, batch), batches):
@@ -220,9 +228,7 @@ class Endpoint:
         raise AssertionError("unreachable: the last try returns or raises")
 
     def _post_once(self, texts: Sequence[str]) -> requests.Response:
-        template = self._prompt if is_template(self._prompt) else self._prompt + SENTENCE
-        inputs = [template.replace(SENTENCE, text) for text in texts]
-        body = {"model": self._model, "input": inputs, "encoding_format": "float"}
+        body = {"model": self._model, "input": list(texts), "encoding_format": "float"}
         return self._session.post(self._section.route("embeddings"), json=body, timeout=self._section.timeout_s)
 
     def _accepts_another_text(self) -> bool:
