@@ -196,8 +196,8 @@ def _score_columns(estimates: Mapping[tuple[str, str], Mapping[str, Mapping[str,
         ]
         published = averaged_sets(suite, by_set)
         if len(published) > 1:
-            is_complete = len(published) == len(PUBLISHED[suite])
-            title = "average" if is_complete else f"average of {len(published)} of {len(PUBLISHED[suite])}"
+            every = len(PUBLISHED.get(suite, published))
+            title = "average" if len(published) == every else f"average of {len(published)} of {every}"
             for measure in by_set[published[0]]:
                 parts = [by_set[name][measure] for name in published]
                 average = {model: AverageOf([part[model] for part in parts]) for model in parts[0]}

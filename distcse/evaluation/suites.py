@@ -18,7 +18,7 @@ from distcse.evaluation.tasks import EvalTask
 from distcse.evaluation.tasks.geometry import GeometryTask
 from distcse.evaluation.tasks.pairs import PairClassificationTask, TripletTask
 from distcse.evaluation.tasks.ranking import MIN_PARTNERS, RankingTask
-from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask
+from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask, is_retrieval_set
 from distcse.evaluation.tasks.sts import Aggregate, ScoredPairs, StsTask
 from distcse.evaluation.tasks.transfer import TransferTask
 from distcse.storage import content_key
@@ -116,6 +116,9 @@ class DatasetFolder:
         if suite == "geometry":
             return [GeometryTask(pairs) for known in (STSB, STSB_DEV) if (pairs := self._scored_pairs(known))]
         if suite == "retrieval":
+            folders = [folder for folder in sorted((self.data / "retrieval").glob("*")) if is_retrieval_set(folder)]
+            if folders:
+                return [RetrievalTask(folder.name, RetrievalDataset.read(folder)) for folder in folders]
             stsb = self._scored_pairs(STSB)
             return [RetrievalTask(STSB.name, RetrievalDataset.paraphrases(stsb))] if stsb else []
         sets = [pairs for known in STS if (pairs := self._scored_pairs(known))]

@@ -23,8 +23,10 @@ from distcse.evaluation.tasks import TaskResult
 from distcse.evaluation.tasks.sts import ScoredPairs
 from distcse.recipe import Role
 
-CUTOFFS = (1, 5, 10)
+CUTOFFS = (1, 5, 10, 100)
 _CUTOFF = 10
+_SPLITS = ("test", "dev", "validation")
+"""Files of judgements in `qrels`; the first that exists is read."""
 _TOP_SCORE = 5.0
 """Gold score of a pair whose sentences have the same meaning."""
 _BLOCK_SIZE = 1 << 26
@@ -70,10 +72,12 @@ class RetrievalDataset:
     def read(cls, folder: Path) -> RetrievalDataset:
         """Read a folder with `queries`, `corpus` (id, text) and `relevant` (query_id, corpus_id and optionally score).
 
-        Files are .tsv, .csv, .jsonl (each also .gz) or .parquet. BEIR's column names (`_id`, `query-id`, `corpus-id`) work too.
-        As in BEIR, a document with the query's id is not ranked, and queries without relevant documents are left out.
+        Files are .tsv, .csv, .jsonl (each also .gz) or .parquet. BEIR's layout works too: its column names (`_id`, `query-id`,
+        `corpus-id`), and judgements in `qrels/test`, or else `qrels/dev`. As in BEIR, a document with the query's id is not
+        ranked, and queries without relevant documents are left out.
         """
-        queries, corpus, relevant = (read_table(_file(folder, name)) for name in ("queries", "corpus", "relevant"))
+        queries, corpus = (read_table(_file(folder, name)) for name in ("queries", "corpus"))
+        relevant = read_table(_judgements(folder))
         texts, indices = _by_id(queries), {key: index for index, key in enumerate(_by_id(corpus))}
         gains: dict[str, dict[int, float]] = {}
         query_ids = relevant.labels(relevant.find_column("query_id", "query-id"))
@@ -118,7 +122,7 @@ class RetrievalTask:
         return replace(self, name=f"{self.name}, documents by {name}", document_model=model)
 
     def measure(self, model: VectorModel) -> TaskResult:
-        """Measure `recall@1`, `recall@5`, `recall@10`, `mrr@10` and `ndcg@10`."""
+        """Measure `ndcg@10`, `mrr@10` and `recall@1`, `@5`, `@10` and `@100`."""
         dataset = self.dataset
         of_queries, of_documents = dataset.roles
         queries = model.unit_vectors(dataset.queries, of_queries)
@@ -134,12 +138,13 @@ class RetrievalTask:
         best = np.array([query_ranks.min() for query_ranks in ranks], dtype=np.float64)
         gains = [np.array(list(gain.values())) for gain in dataset.relevant]
         ndcg = np.array([_ndcg(query_ranks, gain) for query_ranks, gain in zip(ranks, gains, strict=True)])
+        scores = {
+            f"ndcg@{_CUTOFF}": MeanOf(ndcg, items),
+            f"mrr@{_CUTOFF}": MeanOf(np.where(best <= _CUTOFF, 1 / best, 0.0), items),
+        }
         return TaskResult(
-            {
-                **recalls,
-                f"mrr@{_CUTOFF}": MeanOf(np.where(best <= _CUTOFF, 1 / best, 0.0), items),
-                f"ndcg@{_CUTOFF}": MeanOf(ndcg, items),
-            },
+            # Of paraphrases, the share that is found first says most (DiffCSE §6.2).
+            {**recalls, **scores} if dataset.roles == ("text", "text") else {**scores, **recalls},
             {"queries": len(ranks), "documents": len(dataset.documents)},
         )
 
@@ -189,6 +194,16 @@ def _by_id(table: Table) -> dict[str, str]:
             )
         entries[key] = f"{title} {text}" if title else text
     return entries
+
+
+def is_retrieval_set(folder: Path) -> bool:
+    """Return whether a folder has the files of `RetrievalDataset.read`."""
+    return find_table(folder, "corpus") is not None and find_table(folder, "queries") is not None
+
+
+def _judgements(folder: Path) -> Path:
+    splits = [find_table(folder / "qrels", split) for split in _SPLITS]
+    return next(filter(None, splits), None) or _file(folder, "relevant")
 
 
 def _file(folder: Path, name: str) -> Path:
