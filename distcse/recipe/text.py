@@ -51,18 +51,12 @@ class TextSection(Section):
 
 
 class SourceSection(TextSection):
-    """One source of a corpus, whose rows have one role: exactly one of `path` and `dataset`."""
+    """One source of a corpus, whose rows have one role."""
 
     role: Role = "text"
     """`query`, `document`, or `text` for neither. Encoders read each role with [its prompt](#student)."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """How often an epoch has each row: 2 is twice, 0.5 is another half of the rows in every epoch."""
-
-    @model_validator(mode="after")
-    def _has_a_source(self) -> Self:
-        if self.path is None and self.dataset is None:
-            raise ValueError("gives no source; write path: FILE or dataset: NAME")
-        return self
 
 
 class CorpusSection(TextSection):

