@@ -86,6 +86,7 @@ def write_onnx(encoder: Encoder, file: Path) -> None:
         raise ExportError(f"torch cannot export this {family} to ONNX: {reason}") from error
     assert program is not None
     metadata = {"pooling": encoder.pooling, "max_length": str(encoder.max_length), "prompt": encoder.prompt}
+    metadata |= {f"{role}_prompt": encoder.reading(role).prompt for role in encoder.roles_apart}
     program.model.metadata_props.update({f"distcse.{name}": value for name, value in metadata.items()})
     program.save(file, external_data=False)
 
@@ -316,6 +317,8 @@ def _write_card(folder: Path, encoder: Encoder, exports: ExportResult) -> None:
     after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
     files = "; ".join(exported.description for exported in exports.files)
     cut = " A longer sentence is cut so that the template stays complete." if "{sentence}" in encoder.prompt else ""
+    apart = [f"before a {role} `{encoder.reading(role).prompt}`" for role in sorted(encoder.roles_apart)]
+    cut += f" Prompts: {', '.join(apart)}." if apart else ""
     section = (
         f"{_HEADING}\n\nOpset {exports.opset}, batches of any size, sentences of up to {encoder.max_length} tokens.{cut} "
         f"Against torch on {exports.files[0].sentences} sentences: {files}.\n\n```python\n{usage(encoder, FULL)}\n```\n"
