@@ -72,7 +72,7 @@ def train(sources: list[Source], folder: Path, overrides: list[str]) -> dict[str
     ]
     started = time.perf_counter()
     result = run(load_recipe("search", [*settings, *overrides]))
-    found = {"seconds": round(time.perf_counter() - started)}
+    found = {"seconds": time.perf_counter() - started}
     assert result.evaluation is not None
     for model in ("student", "teacher"):
         for each in SETS:

@@ -57,6 +57,11 @@ class Objective(nn.Module):
         """Whether a term needs the teachers' vectors."""
         return "vectors" in self.needs
 
+    @property
+    def needs_scores(self) -> bool:
+        """Whether a term needs the teachers' scores of candidates."""
+        return "candidates" in self.needs
+
     def forward(self, views: Views, teachers: TeacherOutputs | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this worker's share of the loss.
 
@@ -146,9 +151,10 @@ def try_terms(objective: Objective, section: ObjectiveSection, batch_size: int) 
     all_z1, all_z2 = (torch.randn(batch_size, _TRIED_WIDTH, generator=generator, requires_grad=True) for _ in range(2))
     lists = torch.rand(rows, batch_size, generator=generator) if objective.needs_lists else None
     targets = unit(torch.randn(rows, _TRIED_WIDTH, generator=generator)) if objective.needs_targets else None
+    scores = torch.rand(rows // 2, 1, generator=generator) if objective.needs_scores else None
     # All rows as the same tensor, as with one worker (see `Views.reverse`).
     z1, z2 = (all_z1, all_z2) if rows == batch_size else (all_z1[:rows], all_z2[:rows])
-    views, teachers = Views(z1, z2, all_z1, all_z2), TeacherOutputs(lists, targets)
+    views, teachers = Views(z1, z2, all_z1, all_z2), TeacherOutputs(lists, targets, scores)
     for key, loss in section.active_terms.items():
         if "detector" not in loss.needs:
             place = f"{_class_place(f'objective.{key}', loss)}: {loss.term(section.tau1)[0]}"

@@ -96,14 +96,16 @@ class TeacherOutputs:
     Attributes:
         similarities: (R, C) weighted mean similarities to the C sentences of the global batch; see `mix_lists`.
         targets: (R, d) unit vectors, the targets of the student's vectors.
+        scores: (G, K) scores of the K candidates of this worker's G queries; its rows are queries, each before its candidates.
     """
 
     similarities: Tensor | None = None
     targets: Tensor | None = None
+    scores: Tensor | None = None
 
     def to(self, device: torch.device) -> TeacherOutputs:
         """Copy to a device."""
-        parts = (self.similarities, self.targets)
+        parts = (self.similarities, self.targets, self.scores)
         return TeacherOutputs(*(part if part is None else to_device(part, device) for part in parts))
 
 

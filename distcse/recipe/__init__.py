@@ -1,6 +1,7 @@
 """The recipe: all settings of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, RecipeInputs, recipe_classes, register_recipe
+from distcse.recipe.candidates import CandidatesSection
 from distcse.recipe.encoders import EncoderSection, Pooling, Projection, Role, StudentSection, TrainedSection
 from distcse.recipe.evaluation import EvaluationSection, RankInferenceSection
 from distcse.recipe.kinds.distillation import Recipe
@@ -47,6 +48,7 @@ __all__ = [
     "KINDS",
     "BaseRecipe",
     "BiSection",
+    "CandidatesSection",
     "ConsistencySection",
     "CorpusSection",
     "CrossOverrides",

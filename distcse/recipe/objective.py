@@ -22,11 +22,12 @@ _METRICS = ("loss", "pos_cos", "neg_cos", "edited_accuracy", "kept_accuracy")
 Temperature = Annotated[float, Field(ge=1e-4, le=10)]
 """At least 1e-4: below it, the rounding of a float32 cosine changes a logit by a factor of e."""
 
-Need = Literal["lists", "vectors", "detector"]
+Need = Literal["lists", "vectors", "candidates", "detector"]
 """What a term needs apart from the two views of the batch:
 
 - `lists`: the teachers' similarity lists;
 - `vectors`: the teachers' vectors of the batch's rows;
+- `candidates`: rows that are queries with candidates, and the teachers' scores of these;
 - `detector`: the discriminator of edited tokens.
 """
 Needs = Mapping[Need, str]
@@ -192,6 +193,32 @@ class RegressionSection(LossSection):
         return {"vectors": ""}
 
 
+class CandidateRankSection(LossSection):
+    """Ranking of each query's `candidates` by the teachers' scores."""
+
+    weight: Weight = 1.0
+    """Weight of the term in the sum."""
+    form: Literal["list_net", "list_mle", "margin_mse"] = "list_net"
+    """`list_net` matches distributions, as the Kullback-Leibler divergence does; `list_mle` maximises the likelihood of the
+    teachers' order; `margin_mse` fits the differences of two candidates' scores."""
+    tau2: Temperature = 0.05
+    """Temperature of the student's list."""
+    tau3: Temperature = 0.05
+    """Temperature of the teachers' list (ListNet only)."""
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        return "distcse.losses.candidates:CandidateRank", {"form": self.form, "tau2": self.tau2, "tau3": self.tau3}
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        unread = {"list_net": (), "list_mle": ("tau3",), "margin_mse": ("tau2", "tau3")}[self.form]
+        return dict.fromkeys(unread, f"form is {self.form}")
+
+    @property
+    def needs(self) -> Needs:
+        return {"candidates": ""}
+
+
 class DetectionSection(LossSection):
     """Replaced token detection, conditioned on the sentence's vector (DiffCSE §3)."""
 
@@ -253,6 +280,8 @@ class ObjectiveSection(Section):
     """RankEncoder's term; needs teachers, the paper's in rank space."""
     regression: RegressionSection | None = None
     """Vector regression term; needs teachers with tables."""
+    candidates: CandidateRankSection | None = None
+    """Ranking of each query's candidates; needs teachers with tables."""
     detection: DetectionSection | None = None
     """DiffCSE's term."""
     custom: dict[Name, CustomLossSection] = Field(default_factory=dict)

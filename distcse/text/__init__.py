@@ -7,12 +7,13 @@ cached by their content, so that later runs memory-map them. `BatchSampler` sele
 
 from distcse.text.corpus import Corpus, Excluded, normalized_key
 from distcse.text.pairs import Pairs
-from distcse.text.sampler import BatchSampler
+from distcse.text.sampler import BatchSampler, CandidateSampler
 from distcse.text.sources import check_sources, count_repeated_files, source_rows
 from distcse.text.token_table import PairTokenTable, Tokenization, TokenTable, tokenizer_fingerprint
 
 __all__ = [
     "BatchSampler",
+    "CandidateSampler",
     "Corpus",
     "Excluded",
     "PairTokenTable",

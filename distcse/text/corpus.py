@@ -216,6 +216,11 @@ class Corpus:
         """The roles of the rows."""
         return {part.role for part in self.parts}
 
+    def rows_of_role(self, role: Role) -> NDArray[np.int64]:
+        """Return the ids of the rows of a role, ascending."""
+        rows = [np.arange(part.first, part.stop) for part in self.parts if part.role == role]
+        return np.concatenate([np.empty(0, dtype=np.int64), *rows])
+
     def role_runs(self, ids: Sequence[int] | NDArray[np.int64]) -> list[tuple[Role, slice]]:
         """Split row ids into runs of rows with one role; return each run's role and places."""
         if len(self.parts) == 1 or not len(ids):

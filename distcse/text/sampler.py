@@ -52,7 +52,7 @@ class RowSet:
         return taken, RowSet(self._rows, np.sort(np.concatenate([self._without, taken])))
 
 
-_HELD_OUT_STREAM = 2**32 - 1
+_HELD_OUT_STREAM, _CANDIDATE_STREAM = 2**32 - 1, 2**32 - 2
 
 
 class BatchSampler:
@@ -129,6 +129,65 @@ class BatchSampler:
         return [
             (part, int(weight), round(len(part) * (weight % 1))) for part, weight in zip(parts, weights, strict=True)
         ]
+
+
+class CandidateSampler:
+    """Samples batches of queries, each before some of its candidates; every training query once an epoch.
+
+    Args:
+        queries: (n,) row ids of the queries.
+        candidates: (n, k) row ids of their candidates.
+        scores: (n, k) the teachers' scores of these.
+        without: Row ids that are held out, as queries and as candidates.
+        per_step: K, the candidates that are drawn in a step.
+        batch_size: Rows per global batch, a multiple of K + 1.
+        seed: Seed of the order and the draws.
+    """
+
+    def __init__(
+        self,
+        queries: NDArray[np.int64],
+        candidates: NDArray[np.int64],
+        scores: NDArray[np.float32],
+        without: NDArray[np.int64],
+        per_step: int,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        is_allowed = ~np.isin(candidates, without)
+        used = np.flatnonzero(~np.isin(queries, without) & (is_allowed.sum(axis=1) >= per_step))
+        self._queries, self._candidates, self._scores = queries[used], candidates[used], scores[used]
+        self._is_allowed, self._per_step, self._seed = is_allowed[used], per_step, seed
+        self._order = BatchSampler(len(used), batch_size // (1 + per_step), seed)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of complete batches in one epoch."""
+        return self._order.steps_per_epoch
+
+    def batch(self, step: int) -> NDArray[np.int64]:
+        """Return the (batch_size,) row ids of a step: a query, its K candidates, the next query, and so on."""
+        rows, drawn = self._draw(step)
+        return np.concatenate([self._queries[rows, None], self._candidates[rows[:, None], drawn]], axis=1).ravel()
+
+    def block(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the (count, batch_size) row ids of `count` steps, beginning with step `first`."""
+        return np.stack([self.batch(step) for step in range(first, first + count)])
+
+    def scores(self, step: int) -> NDArray[np.float32]:
+        """Return the (G, K) scores of the candidates of a step's G queries."""
+        rows, drawn = self._draw(step)
+        found: NDArray[np.float32] = self._scores[rows[:, None], drawn]
+        return found
+
+    def _draw(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the (G,) queries of a step, and the (G, K) places of the candidates that are drawn."""
+        rows = self._order.batch(step)
+        keys = np.random.Generator(np.random.PCG64([self._seed, step, _CANDIDATE_STREAM])).random(
+            self._is_allowed[rows].shape
+        )
+        keys[~self._is_allowed[rows]] = 2.0
+        return rows, np.sort(np.argsort(keys, axis=1)[:, : self._per_step], axis=1)
 
 
 def split_held_out(rows: int, held_out: int, seed: int) -> tuple[RowSet, NDArray[np.int64]]:

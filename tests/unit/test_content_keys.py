@@ -29,7 +29,7 @@ from distcse.teachers.embedding import identity_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus, Pairs, PairTokenTable
-from distcse.text.token_table import Tokenization
+from distcse.text.token_table import Reading, Tokenization
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import change_json, make_custom_code
@@ -132,12 +132,12 @@ def test_tokens_depend_on_sentences_tokenizer_length_side_and_prompt_and_not_on_
         (tmp_path / "corpus.txt").write_text("\n".join(lines) + "\n")
         return Corpus.prepare(CorpusSection(path=str(tmp_path / "corpus.txt")), open_store(tmp_path / "cache"))
 
-    first = Tokenization(corpus_of(sentences), tokenizer, 16, open_store(tmp_path))
+    first = Tokenization(corpus_of(sentences), tokenizer, {"text": Reading("", 16)}, open_store(tmp_path))
     changed = [
         replace(first, corpus=corpus_of(sentences[1:])),
         *(replace(first, tokenizer=other) for other in (others, left, added)),
-        replace(first, max_length=15),
-        replace(first, prompt="q: "),
+        replace(first, readings={"text": Reading("", 15)}),
+        replace(first, readings={"text": Reading("q: ", 16)}),
     ]
     assert len({each.store for each in (first, *changed)}) == 1 + len(changed)
     assert replace(first, part_rows=50).store == first.store

@@ -28,7 +28,7 @@ from distcse.text import token_table as tokens_module
 from distcse.text.collate import collate
 from distcse.text.ragged import VALUES
 from distcse.text.sampler import RowSet, split_held_out
-from distcse.text.token_table import encode_batch, tokenizing
+from distcse.text.token_table import Reading, encode_batch, tokenizing
 from tests.failures import fails_with
 
 
@@ -133,14 +133,14 @@ def test_a_damaged_table_is_written_again(tmp_path: Path, corpus: Corpus, tokeni
 
 def test_a_table_made_of_parts_equals_one_of_a_single_pass(tmp_path: Path, corpus: Corpus, tokenizer: Any) -> None:
     whole = TokenTable.prepare(corpus, tokenizer, 16, open_store(tmp_path / "whole"), prompt="q: ")
-    wanted = Tokenization(corpus, tokenizer, 16, open_store(tmp_path), "q: ", part_rows=100)
+    wanted = Tokenization(corpus, tokenizer, {"text": Reading("q: ", 16)}, open_store(tmp_path), part_rows=100)
     count, done = len(wanted.parts), list[int]()
     assert [*chain.from_iterable(wanted.parts)] == [*range(len(corpus))] and count > 3
     assert wanted.missing_parts() == [*range(count)]
     for number in (0, 2, count - 1):
         wanted.write_part(number, done.append)
     assert done == [100, 100, len(wanted.parts[-1])]
-    other = Tokenization(corpus, tokenizer, 16, open_store(tmp_path), "q: ", part_rows=50)
+    other = Tokenization(corpus, tokenizer, {"text": Reading("q: ", 16)}, open_store(tmp_path), part_rows=50)
     assert other.store == wanted.store and other.missing_parts() == [*range(len(other.parts))]
     other.write_part(1)
     (wanted.parts_store.path / "200-300" / VALUES).write_bytes(b"damaged")

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
+from distcse.recipe.candidates import CandidatesSection
 from distcse.recipe.encoders import EncoderSection, StudentSection
 from distcse.recipe.evaluation import EvaluationSection
 from distcse.recipe.names import absolute, absolute_folder, absolute_path, is_path
@@ -84,6 +85,8 @@ class Recipe(BaseRecipe):
     """The encoder to train."""
     teachers: TeachersSection = TeachersSection()
     """Frozen teacher encoders."""
+    candidates: CandidatesSection | None = None
+    """Documents that `objective.candidates` compares for each query; null finds none."""
     objective: ObjectiveSection = ObjectiveSection()
     """Loss terms and their weights."""
     training: TrainingSection = TrainingSection()
@@ -116,6 +119,8 @@ class Recipe(BaseRecipe):
             unread |= {f"teachers.{key}": "there are no teachers" for key in others}
         elif self.teachers.mode == "live":
             unread |= dict.fromkeys(_KEYS_OF_TABLES, "teachers.mode is live")
+        if self.candidates is not None and not self.objective.keys_that_need("candidates"):
+            unread["candidates"] = "objective.candidates is null"
         if self.evaluation.data is None:
             keys = ["evaluation.dev_is_test", *([] if is_path(self.dev_score) else ["corpus.exclude_evaluation"])]
             unread |= dict.fromkeys(keys, "evaluation.data is null")
@@ -169,7 +174,9 @@ class Recipe(BaseRecipe):
     @model_validator(mode="after")
     def _terms_have_what_they_need(self) -> Recipe:
         terms = self.objective
-        for key in terms.keys_that_need("lists", "vectors"):
+        if keys := terms.keys_that_need("candidates"):
+            self._candidates_fit(keys[0])
+        for key in terms.keys_that_need("lists", "vectors", "candidates"):
             if not self.teachers.encoders:
                 raise ValueError(f"{key} needs teachers; add teachers.encoders, or write {key}: null")
         if terms.combine == "hinge" and not terms.active_terms.keys() >= {*HINGE_TERMS}:
@@ -187,6 +194,20 @@ class Recipe(BaseRecipe):
             allowed = ", ".join(key for key in type(terms).model_fields if key not in ("tau1", "combine"))
             raise ValueError(f"objective has no term of weight above 0; keep one of {allowed}")
         return self
+
+    def _candidates_fit(self, key: str) -> None:
+        if self.candidates is None:
+            raise ValueError(f"{key} needs candidates; write candidates: {{}}, or {key}: null")
+        if "query" not in {source.role for source in self.corpus.sources}:
+            raise ValueError(
+                f"{key} needs queries; write corpus.sources with role: query and role: document, or {key}: null"
+            )
+        rows = self.candidates.rows_per_query * max(1, self.training.workers)
+        if self.training.batch_size % rows:
+            raise ValueError(
+                f"training.batch_size is {self.training.batch_size}, which is no multiple of {rows}: of each worker's queries "
+                f"with {self.candidates.per_step} candidates (candidates.per_step)"
+            )
 
     @model_validator(mode="after")
     def _regression_fits_teachers_and_student(self) -> Recipe:

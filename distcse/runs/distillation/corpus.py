@@ -34,6 +34,7 @@ from distcse.runs.distillation.processes import student_needs
 from distcse.runs.final_evaluation import excluded_sentences
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, storage_errors
+from distcse.teachers.candidates import CandidateSearch
 from distcse.teachers.embedding import identity_of, new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
@@ -96,7 +97,8 @@ def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
         most = max(_FEWEST_HELD_OUT, rows // _ROWS_PER_HELD_OUT)
         evaluation = evaluation.model_copy(update={"num_heldout": min(evaluation.num_heldout, most)})
     fitted = recipe.model_copy(update={"evaluation": evaluation})
-    batches = [training.batch_size] if ("training", "batch_size") in given else _batch_sizes(training)
+    per_query = 1 if recipe.candidates is None else recipe.candidates.rows_per_query
+    batches = [training.batch_size] if ("training", "batch_size") in given else _batch_sizes(training, per_query)
     if rows < (fewest := evaluation.num_heldout + batches[-1]):
         raise CorpusTooSmallError(
             f"the corpus has {rows:,} row{'' if rows == 1 else 's'}, but this run needs at least {fewest:,}: "
@@ -114,14 +116,15 @@ def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
     return fitted
 
 
-def _batch_sizes(training: TrainingSection) -> list[int]:
-    """Return the batch sizes up to a recipe's that its workers, streams and chunks divide, the largest first."""
+def _batch_sizes(training: TrainingSection, per_query: int) -> list[int]:
+    """Return the batch sizes up to a recipe's that its workers, streams, chunks and queries divide, the largest first."""
     workers = training.workers or 1
     parts = lcm(
         workers,
         training.min_workers or 1,
         training.dropout_rng_streams or 1,
         workers * (training.grad_cache_chunk or 1),
+        workers * per_query,
     )
     return [size for size in range(training.batch_size, 1, -1) if size % parts == 0]
 
@@ -137,6 +140,9 @@ def extent_of(recipe: Recipe, corpus: Corpus) -> tuple[str, list[SettingsWarning
     rows, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     num_twins = len(corpus) - len(rows) - len(held_out)
     per_epoch = corpus.sampler(rows, training.batch_size, recipe.seed).steps_per_epoch
+    if recipe.candidates is not None and recipe.objective.keys_that_need("candidates", active=True):
+        queries = len(np.setdiff1d(corpus.rows_of_role("query"), held_out))
+        per_epoch = queries // (training.batch_size // recipe.candidates.rows_per_query)
     steps = total_steps(training, per_epoch)
     rows_read = _sample_rows(corpus)
     texts, limits = corpus.texts(rows_read), np.empty(len(rows_read))
@@ -206,8 +212,8 @@ def averaged_teachers(recipe: Recipe) -> dict[int, TeacherSection]:
     return found if len(found) > 1 else {}
 
 
-_STAGE = "tokens"
-_MEMORY = 2 * GIB
+_STAGE, _CANDIDATES = "tokens", "candidates"
+_MEMORY, _SEARCH_MEMORY = 2 * GIB, 3 * GIB
 
 
 def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: Reporter) -> TokenTable:
@@ -332,6 +338,47 @@ def prepare_tables(
         report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
         tables[number] = table
     return tables
+
+
+def prepare_candidates(
+    recipe: Recipe, corpus: Corpus, tables: Sequence[EmbeddingTable | None], backend: Backend, reporter: Reporter
+) -> ArtifactStore | None:
+    """Find the candidates of the corpus's queries, or take them from the cache.
+
+    Returns:
+        The folder of `Candidates`; None if no loss compares candidates.
+    """
+    if recipe.candidates is None or not recipe.objective.keys_that_need("candidates", active=True):
+        return None
+    wanted = _candidate_search(recipe, corpus, [table for table in tables if table is not None])
+    total, found = len(wanted.queries), wanted.missing_blocks()
+    if found:
+        start_stage(reporter, _CANDIDATES, total)
+        with storage_errors(wanted.store.path):
+            wanted.store.path.mkdir(parents=True, exist_ok=True)
+        with Lease.held(wanted.store, reporter, waits_for="looks for the same candidates"):
+            found = wanted.missing_blocks()  # fewer if another run found some during the wait
+            calls = [
+                DeviceCall(f"candidates of block {number}", partial(_write_candidates, wanted, number), _SEARCH_MEMORY)
+                for number in found
+            ]
+            backend.run_on_devices(calls, student_needs(recipe).options(uses_gpu=False), reporter)
+    new = sum(len(wanted.blocks[number]) for number in found)
+    each = recipe.candidates.per_query
+    report_finished(
+        reporter, _CANDIDATES, new, f"{each} for each of {total:,} queries, {total - new:,} reused", total - new
+    )
+    return wanted.store
+
+
+def _candidate_search(recipe: Recipe, corpus: Corpus, tables: Sequence[EmbeddingTable]) -> CandidateSearch:
+    assert recipe.candidates is not None
+    alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
+    return CandidateSearch(corpus.store, tables, alphas, recipe.candidates, open_store(recipe.storage.cache))
+
+
+def _write_candidates(wanted: CandidateSearch, number: int, reporter: Reporter) -> None:
+    wanted.write_block(number, partial(reporter.advance, _CANDIDATES, total=None, unit="documents compared"))
 
 
 def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None) -> int:

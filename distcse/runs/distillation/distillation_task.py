@@ -27,11 +27,12 @@ from distcse.models.fast_layers import worth_packing
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
 from distcse.storage import ArtifactStore
+from distcse.teachers.candidates import Candidates
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetReader, TargetSpec
 from distcse.teachers.teacher import open_table_teacher, worker_tables
-from distcse.text import Corpus, TokenTable
+from distcse.text import BatchSampler, CandidateSampler, Corpus, TokenTable
 from distcse.text.collate import Tokens, collate
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.cuda_graphs import graph_mode
@@ -281,7 +282,8 @@ class DistillationTask:
         """Return the teachers' lists and vectors of a step for this worker's rows."""
         lists = None if self._teachers is None else self._teachers.lists(step)
         targets = None if self._targets is None else torch.from_numpy(self._targets.vectors(step))
-        return TeacherOutputs(lists, targets).to(device)
+        scores = self._loader.scores(step) if self._objective.needs_scores else None
+        return TeacherOutputs(lists, targets, scores).to(device)
 
     def describe_batch(self, step: int) -> str:
         return describe_rows(self._loader.sampler.batch(step).tolist(), "the corpus")
@@ -349,6 +351,8 @@ class TrainSpec:
     tokens: ArtifactStore
     targets: TargetSpec | None = None
     """The teachers' vectors; None unless a loss term uses them."""
+    candidates: ArtifactStore | None = None
+    """The queries' candidates; None unless a loss term compares them."""
     worker_tables: Mapping[int, EmbeddingTable] = field(default_factory=dict)
     """Tables that the workers read themselves, by teacher index; the other teachers have clients."""
 
@@ -374,7 +378,11 @@ class BatchLoader:
         detection = spec.recipe.objective.active(DetectionSection)
         self._detects = detection is not None
         self._counts_padding = detection is not None and detection.reduction == "all"
-        self.sampler = self.corpus.sampler(train_rows, training.batch_size, spec.recipe.seed)
+        self.sampler: BatchSampler | CandidateSampler
+        if spec.candidates is None:
+            self.sampler = self.corpus.sampler(train_rows, training.batch_size, spec.recipe.seed)
+        else:
+            self.sampler = _candidate_sampler(spec, self.corpus, self.held_out)
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
         rows = training.batch_size // workers
         self.batch_slice = slice(rank * rows, (rank + 1) * rows)
@@ -388,6 +396,13 @@ class BatchLoader:
     def rows(self) -> int:
         """Number of this worker's rows in each batch."""
         return int(self.batch_slice.stop - self.batch_slice.start)
+
+    def scores(self, step: int) -> Tensor:
+        """Return the teachers' (G, K) scores of the candidates of this worker's G queries in a step."""
+        assert isinstance(self.sampler, CandidateSampler)
+        scores = self.sampler.scores(step)
+        groups = slice(*(bound // (1 + scores.shape[1]) for bound in (self.batch_slice.start, self.batch_slice.stop)))
+        return torch.from_numpy(scores[groups])
 
     def batch(self, step: int, device: torch.device, max_length: int | None = None) -> Batch:
         """Return this worker's rows of a step, split into streams with a dropout seed each."""
@@ -420,6 +435,15 @@ class BatchLoader:
         """Pad rows at least to `width`, and to the device's multiple; a loss that counts padding gets no more than needed."""
         multiple = 1 if self._counts_padding else defaults_of(device).width_multiple
         return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length, width).to(device)
+
+
+def _candidate_sampler(spec: TrainSpec, corpus: Corpus, held_out: NDArray[np.int64]) -> CandidateSampler:
+    recipe, queries = spec.recipe, corpus.rows_of_role("query")
+    assert spec.candidates is not None and recipe.candidates is not None
+    found, per_step = Candidates(spec.candidates, len(queries)), recipe.candidates.per_step
+    return CandidateSampler(
+        queries, found.ids, found.scores, held_out, per_step, recipe.training.batch_size, recipe.seed
+    )
 
 
 def with_worker_tables(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> TrainSpec:

@@ -17,7 +17,13 @@ from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import PROJECTION, RunDirectory
-from distcse.runs.distillation.corpus import fit_to_corpus, prepare_tables, prepare_tokens, read_corpus
+from distcse.runs.distillation.corpus import (
+    fit_to_corpus,
+    prepare_candidates,
+    prepare_tables,
+    prepare_tokens,
+    read_corpus,
+)
 from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.final_evaluation import labelled_tasks
 from distcse.runs.distillation.processes import student_needs
@@ -96,13 +102,8 @@ class PreparedCorpus:
         if chosen := recipe.objective.vector_teachers(len(tables)):
             selected = [table for number in chosen if (table := tables[number]) is not None]
             targets = self._target_spec(selected, [alphas[number] for number in chosen], directory, backend, reporter)
-        return TrainSpec(
-            recipe,
-            directory.store,
-            self.corpus.store,
-            self.tokens.store,
-            targets,
-        )
+        candidates = prepare_candidates(recipe, self.corpus, tables, backend, reporter)
+        return TrainSpec(recipe, directory.store, self.corpus.store, self.tokens.store, targets, candidates=candidates)
 
     def _target_spec(
         self,
@@ -206,9 +207,12 @@ def require_vectors(recipe: Recipe) -> None:
             "the tables of all teachers; write teachers.num_servers: 1, or teachers.serve: actor"
         )
     tabled = [kind.uses_table(recipe.teachers.mode) for kind in kinds]
-    missing = [number for number in recipe.objective.vector_teachers(len(tabled)) if not tabled[number]]
+    numbers = {*recipe.objective.vector_teachers(len(tabled))}
+    if recipe.objective.keys_that_need("candidates", active=True):
+        numbers |= {*range(len(tabled))}
+    missing = [number for number in sorted(numbers) if not tabled[number]]
     if missing:
-        (key, *_) = recipe.objective.keys_that_need("vectors", active=True)
+        (key, *_) = recipe.objective.keys_that_need("vectors", "candidates", active=True)
         raise UnsuitableTeacherError(
             f"{key} needs the vectors of teacher {missing[0]}, which has no table; write teachers.mode: table. "
             "A cross-encoder has no vectors: use another teacher"

@@ -1,0 +1,210 @@
+"""Candidates: the documents that are found for each query, how steps draw them, and the losses that compare them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distcse.errors import DistcseError, InvalidValueError
+from distcse.events import Event, Reporter, StageProgress
+from distcse.losses import TeacherOutputs, Views
+from distcse.losses.candidates import CandidateRank, margin_mse
+from distcse.recipe import CandidatesSection, Recipe, load_recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.corpus import prepare_candidates, prepare_tables, read_corpus
+from distcse.runs.distillation.experiment import Distillation
+from distcse.storage import ArtifactStore
+from distcse.teachers import candidates as candidates_module
+from distcse.teachers.candidates import Candidates
+from distcse.teachers.table import EmbeddingTable
+from distcse.text import CandidateSampler, Corpus
+from tests.failures import fails_with
+
+WORDS = ["red", "green", "blue", "old", "new", "house", "river", "song", "city", "law", "cat", "fish", "stone", "bread", "winter"]
+
+
+def write_search(folder: Path, queries: int = 24, documents: int = 60) -> list[dict[str, str]]:
+    """Write queries and documents of random words; return the sources of a corpus."""
+    random = np.random.default_rng(0)
+    texts = [" ".join(random.choice(WORDS, 6)) + f" {number}" for number in range(queries + documents)]
+    (folder / "queries.txt").write_text("\n".join(texts[:queries]))
+    (folder / "documents.txt").write_text("\n".join(texts[queries:]))
+    return [
+        {"path": str(folder / f"{name}.txt"), "role": role}
+        for name, role in (("queries", "query"), ("documents", "document"))
+    ]
+
+
+@pytest.fixture
+def recipe(tiny: Callable[..., Path], tmp_path: Path) -> Recipe:
+    """Two teachers, of weights 1 and 2, a student of two layers, and lists of eight candidates, two of them random."""
+    encoder = {"pooling": "mean", "max_length": 16}
+    document: dict[str, Any] = {
+        "corpus": {"sources": write_search(tmp_path)},
+        "student": {"backbone": str(tiny("bert")), **encoder, "layers": [0, 2], "projection": "none", "dropout": 0.0},
+        "teachers": {
+            "encoders": [
+                {"backbone": str(tiny(kind)), **encoder, "alpha": float(weight), "precision": "fp32"}
+                for weight, kind in enumerate(("bert", "minilm"), start=1)
+            ],
+            "shard_rows": 16,
+        },
+        "candidates": {"per_query": 8, "random": 2, "per_step": 3},
+        "objective": {"info_nce": None, "consistency": None, "rank": None, "candidates": {}, "regression": {}},
+        "training": {"batch_size": 16, "epochs": 2, "lr": 1e-3, "workers": 0, "engine": "torch", "precision": "fp32"},
+        "evaluation": {"num_heldout": 6, "eval_steps": 2, "precision": "fp32"},
+        "storage": {"runs": str(tmp_path / "runs"), "cache": str(tmp_path / "cache")},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+    return load_recipe(str(tmp_path / "recipe.yaml"))
+
+
+def found(recipe: Recipe, events: list[Event] | None = None) -> tuple[Corpus, list[EmbeddingTable], ArtifactStore]:
+    reporter = Reporter([].append if events is None else events.append)
+    corpus = read_corpus(recipe, reporter)
+    tables = [table for table in prepare_tables(recipe, corpus, LocalBackend(), reporter) if table is not None]
+    store = prepare_candidates(recipe, corpus, tables, LocalBackend(), reporter)
+    assert store is not None
+    return corpus, tables, store
+
+
+def test_each_query_has_its_nearest_documents_by_all_teachers_and_others_at_random(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates_module, "_BLOCK_DOCUMENTS", 13)
+    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
+    corpus, tables, store = found(recipe)
+    queries, documents = corpus.rows_of_role("query"), corpus.rows_of_role("document")
+    mean = sum(
+        weight / 3 * table.vectors(queries) @ table.vectors(documents).T for weight, table in enumerate(tables, start=1)
+    )
+    stored = Candidates(store, len(queries))
+    assert stored.ids.shape == stored.scores.shape == (24, 8)
+    for row in range(len(queries)):
+        expected = documents[np.argsort(-mean[row], kind="stable")[:6]]
+        assert stored.ids[row, :6].tolist() == expected.tolist()
+        assert set(stored.ids[row, 6:].tolist()) <= set(documents.tolist()) - set(expected.tolist())
+        of_row = mean[row, stored.ids[row] - documents[0]]
+        np.testing.assert_allclose(stored.scores[row], of_row, atol=1e-5)
+
+
+def test_blocks_that_a_stopped_search_has_found_are_kept(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
+    _, _, store = found(recipe)
+    before = {name: (store.path / name / "ids.npy").read_bytes() for name in ("0-10", "10-20", "20-24")}
+    (store.path / "10-20" / "scores.npy").write_bytes(b"damaged")
+    events: list[Event] = []
+    found(recipe, events)
+    (last,) = (
+        event for event in events if isinstance(event, StageProgress) and event.finished and event.name == "candidates"
+    )
+    assert last.done == 10 and last.reused == 14
+    assert {name: (store.path / name / "ids.npy").read_bytes() for name in before} == before
+
+
+def test_a_step_has_whole_groups_of_a_query_and_its_candidates() -> None:
+    random = np.random.default_rng(1)
+    ids = 100 + np.stack([random.permutation(50)[:8] for _ in range(20)])
+    scores = ids / 1000
+    held_out = np.array([3, 101, 102, 103])
+    sampler = CandidateSampler(
+        np.arange(20), ids, scores.astype(np.float32), held_out, per_step=3, batch_size=8, seed=5
+    )
+    assert sampler.steps_per_epoch == 9  # 19 queries, two a step
+    seen = []
+    for step in range(9):
+        groups = sampler.batch(step).reshape(2, 4)
+        for (query, *drawn), of_query in zip(groups.tolist(), sampler.scores(step), strict=True):
+            assert set(drawn) <= set(ids[query].tolist()) - {101, 102, 103} and len(set(drawn)) == 3
+            np.testing.assert_allclose(of_query, np.array(drawn) / 1000, rtol=1e-6)
+            seen.append(query)
+    assert len(set(seen)) == 18 and 3 not in seen
+    assert sampler.batch(4).tolist() == sampler.block(3, 2)[1].tolist()
+    assert sampler.batch(4).tolist() != sampler.batch(13).tolist()
+
+
+@pytest.mark.parametrize("form", ["list_net", "list_mle", "margin_mse"])
+def test_losses_over_candidates_equal_loops(form: str) -> None:
+    torch.manual_seed(0)
+    z1, z2 = torch.randn(2, 12, 5, dtype=torch.float64)
+    scores = torch.rand(3, 3, dtype=torch.float64)
+    loss = CandidateRank(form, tau2=0.1, tau3=0.2)(Views(z1, z2, z1, z2), TeacherOutputs(scores=scores))
+    losses = []
+    for view in (z1, z2):
+        for group in range(3):
+            query, *documents = view[4 * group : 4 * group + 4]
+            cosines = torch.stack([torch.cosine_similarity(query, document, dim=0) for document in documents])
+            losses.append(plain(form, cosines, scores[group]))
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+def plain(form: str, cosines: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    if form == "list_net":
+        return -((scores / 0.2).softmax(0) * (cosines / 0.1).log_softmax(0)).sum()
+    if form == "list_mle":
+        ordered = cosines[scores.argsort(descending=True)] / 0.1
+        return torch.stack([ordered[place:].logsumexp(0) - ordered[place] for place in range(3)]).mean()
+    pairs = [(a, b) for a in range(3) for b in range(3)]
+    return torch.stack([((cosines[a] - cosines[b]) - (scores[a] - scores[b])) ** 2 for a, b in pairs]).mean()
+
+
+def test_margins_ignore_a_shift_of_all_scores() -> None:
+    cosines, scores = torch.rand(2, 4), torch.rand(2, 4)
+    torch.testing.assert_close(margin_mse(cosines, scores), margin_mse(cosines, scores + 3))
+
+
+def test_two_workers_have_the_loss_of_one() -> None:
+    torch.manual_seed(0)
+    z, scores = torch.randn(16, 5), torch.rand(4, 3)
+    term = CandidateRank("list_net", 0.05, 0.05)
+    whole = term(Views(z, z, z, z), TeacherOutputs(scores=scores))
+    halves = [
+        term(Views(z[rows], z[rows], z, z, rows.start), TeacherOutputs(scores=scores[rows.start // 4 : rows.stop // 4]))
+        for rows in (slice(0, 8), slice(8, 16))
+    ]
+    torch.testing.assert_close(sum(halves), whole)
+
+
+def test_a_student_learns_the_order_of_its_queries_candidates(recipe: Recipe) -> None:
+    result = Distillation(recipe).run(LocalBackend(), Reporter())
+    losses = [json.loads(line) for line in (result.directory.path / "events.jsonl").open()]
+    reports = [event["losses"]["candidates"] for event in losses if event["event"] == "StepReport"]
+    assert reports and reports[-1] < reports[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["candidates=null"], ("objective.candidates", "candidates: {}")),
+        (["training.batch_size=18"], ("training.batch_size", "multiple of 4")),
+        (["candidates.per_step=9"], ("per_step", "8")),
+        (["candidates.random=8"], ("random", "8 per query")),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    values: list[str], words: tuple[str, ...], recipe: Recipe, tmp_path: Path
+) -> None:
+    with fails_with(InvalidValueError, *words):
+        load_recipe(str(tmp_path / "recipe.yaml"), values)
+
+
+def test_candidates_need_queries(recipe: Recipe, tmp_path: Path) -> None:
+    plain_text = json.dumps({"path": str(tmp_path / "queries.txt")})
+    with fails_with(InvalidValueError, "objective.candidates needs queries", "role: query"):
+        load_recipe(str(tmp_path / "recipe.yaml"), [f"corpus={plain_text}"])
+
+
+def test_a_live_teacher_has_no_candidates(recipe: Recipe) -> None:
+    live = recipe.teachers.model_copy(update={"mode": "live"})
+    with pytest.raises(DistcseError, match=r"needs the vectors of teacher 0, which has no table"):
+        Distillation(recipe.model_copy(update={"teachers": live})).run(LocalBackend(), Reporter())
+
+
+def test_defaults_are_a_divisor_of_the_usual_batches() -> None:
+    assert 64 % CandidatesSection().rows_per_query == 0
