@@ -73,10 +73,11 @@ def train(sources: list[Source], folder: Path, overrides: list[str]) -> dict[str
     started = time.perf_counter()
     result = run(load_recipe("search", [*settings, *overrides]))
     found = {"seconds": time.perf_counter() - started}
-    assert result.evaluation is not None
+    evaluation = result.result.evaluation
+    assert evaluation is not None
     for model in ("student", "teacher"):
         for each in SETS:
-            found[f"{model} {each}"] = round(result.evaluation.value(model, "retrieval", each, "ndcg@10"), 2)
+            found[f"{model} {each}"] = round(evaluation.value(model, "retrieval", each, "ndcg@10"), 2)
     return found
 
 

@@ -262,7 +262,7 @@ def readings_of(section: EncoderSection, layout: Layout, max_length: int) -> dic
         # sentence-transformers writes an empty `document` also beside a `passage`.
         found = [layout.prompts[name] for name in _ROLE_NAMES.get(role, ()) if name in layout.prompts]
         named = next(filter(None, found), "" if found else layout.prompt)
-        prompt = section.prompts.get(role, section.prompt or named)
+        prompt = section.role_prompts.get(role, section.prompt or named)
         readings[role] = Reading(prompt, section.role_lengths.get(role, max_length))
     return readings
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from distcse.recipe.names import HubName
 from distcse.recipe.section import Section
 
 Pooling = Literal["cls", "mean", "max", "last_token", "mask"]
 Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
-Role = Literal["query", "document", "text"]
+SearchRole = Literal["query", "document"]
+Role = Literal[SearchRole, "text"]
 """What a text is to a search: a query, a document that queries find, or neither."""
 MaxLength = Annotated[int, Field(ge=4, le=8192)]
 RoleLengths = Annotated[dict[Role, MaxLength], Field(min_length=1)]
@@ -29,18 +30,16 @@ class EncoderSection(Section):
     [role](../how-to/search.md#roles); others have the longest. null reads it from the folder."""
     prompt: str = ""
     """Text prepended to every sentence, or a template that contains `{sentence}`."""
-    prompts: dict[Role, str] = Field(default_factory=dict)
+    prompts: dict[SearchRole, str] = Field(default_factory=dict)
     """Prompts of the rows with these [roles](../how-to/search.md#roles), in place of `prompt`. A role without one here has
     `prompt`, or else the prompt of its name in the folder (for documents also `passage` and `corpus`)."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Read that code first."""
 
-    @field_validator("prompts")
-    @classmethod
-    def _of_searches(cls, prompts: dict[Role, str]) -> dict[Role, str]:
-        if "text" in prompts:
-            raise ValueError("has text, and the prompt of plain texts is prompt; write prompt: TEXT beside prompts")
-        return prompts
+    @property
+    def role_prompts(self) -> dict[Role, str]:
+        """`prompts` of single roles."""
+        return {role: prompt for role, prompt in self.prompts.items()}
 
     @property
     def longest(self) -> int | None:

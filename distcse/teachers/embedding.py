@@ -44,7 +44,7 @@ def identity_of(teacher: TeacherSection, corpus: Corpus, shard_rows: int | Liter
     identity = _identity(teacher, corpus.fingerprint, len(corpus), rows_per_shard(shard_rows, vectors), distinct)
     if corpus.roles == {"text"}:
         return identity
-    prompts, lengths = teacher.prompts, teacher.role_lengths
+    prompts, lengths = teacher.role_prompts, teacher.role_lengths
     readings: dict[str, list[Any]] = {
         role: [prompts.get(role, teacher.prompt), lengths.get(role, teacher.longest)] for role in corpus.roles
     }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.errors import DistcseError, InvalidValueError
+from distcse.errors import DistcseError, InvalidValueError, StoppedEarlyError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.losses import TeacherOutputs, Views
 from distcse.losses.candidates import CandidateRank, margin_mse
@@ -26,7 +26,23 @@ from distcse.teachers.table import EmbeddingTable
 from distcse.text import CandidateSampler, Corpus
 from tests.failures import fails_with
 
-WORDS = ["red", "green", "blue", "old", "new", "house", "river", "song", "city", "law", "cat", "fish", "stone", "bread", "winter"]
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "old",
+    "new",
+    "house",
+    "river",
+    "song",
+    "city",
+    "law",
+    "cat",
+    "fish",
+    "stone",
+    "bread",
+    "winter",
+]
 
 
 def write_search(folder: Path, queries: int = 24, documents: int = 60) -> list[dict[str, str]]:
@@ -106,6 +122,33 @@ def test_blocks_that_a_stopped_search_has_found_are_kept(recipe: Recipe, monkeyp
     )
     assert last.done == 10 and last.reused == 14
     assert {name: (store.path / name / "ids.npy").read_bytes() for name in before} == before
+
+
+def test_a_stop_ends_a_search_in_its_middle_and_keeps_the_blocks_before(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
+    monkeypatch.setattr(candidates_module, "_BLOCK_DOCUMENTS", 20)
+    corpus = read_corpus(recipe, Reporter())
+    tables = prepare_tables(recipe, corpus, LocalBackend(), Reporter())
+    compared: list[int] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, StageProgress) and event.name == "candidates" and not event.finished:
+            compared.append(event.done)
+
+    stopped = Reporter(
+        note, lambda: len(compared) >= 6
+    )  # the start of the stage, three parts of the first block, two more
+    with fails_with(StoppedEarlyError, "candidates"):
+        prepare_candidates(recipe, corpus, tables, LocalBackend(), stopped)
+    assert len(compared) <= 7
+    events: list[Event] = []
+    found(recipe, events)
+    (last,) = (
+        event for event in events if isinstance(event, StageProgress) and event.finished and event.name == "candidates"
+    )
+    assert (last.done, last.reused) == (14, 10)
 
 
 def test_a_step_has_whole_groups_of_a_query_and_its_candidates() -> None:

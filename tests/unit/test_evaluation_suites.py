@@ -279,3 +279,34 @@ def test_transfer_sets_with_pairs_and_a_test_split(tmp_path: Path) -> None:
         (task,) = collect(None, [], [CustomSet.parse(f"transfer:Same={tmp_path}")]).tasks
         assert task.name == "Same" and task.measure(model).scores["accuracy"].value > 95, has_dev
         (tmp_path / "dev.tsv").unlink(missing_ok=True)
+
+
+def test_folders_of_beirs_layout_are_measured_by_role(tmp_path: Path) -> None:
+    texts = {"a": "one", "b": "two", "c": "three"}
+    for name, split in (("first", "test"), ("second", "dev")):
+        folder = tmp_path / "retrieval" / name
+        (folder / "qrels").mkdir(parents=True)
+        rows = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in texts.items()]
+        (folder / "corpus.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+        (folder / "queries.jsonl").write_text(
+            "\n".join(json.dumps({"_id": f"q{key}", "text": texts[key]}) for key in "ab")
+        )
+        (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\nqa\ta\t1\nqb\tc\t1\n")
+    (tmp_path / "retrieval" / "notes").mkdir()
+    asked: list[tuple[str, str]] = []
+
+    def encode(texts: Sequence[str], role: str = "text") -> NDArray[np.float32]:
+        asked.extend((role, text) for text in texts)
+        return np.array([[len(text), text.count("e"), 1] for text in texts], dtype=np.float32)
+
+    tasks = collect(tmp_path, ["retrieval"], [])
+    scores = [task.measure(VectorModel(encode, ["query", "document"])).scores for task in tasks.tasks]
+    assert [task.name for task in tasks.tasks] == ["first", "second"] and next(iter(scores[0])) == "ndcg@10"
+    assert asked[:5] == [("query", "one"), ("query", "two"), *(("document", text) for text in texts.values())]
+    by_hand = [1.0, 1 / np.log2(2 + 1)]  # "one" is found first, "three" second for "two"
+    vectors = (
+        np.array([[3, 1, 1], [3, 0, 1], [5, 2, 1]]) / np.linalg.norm([[3, 1, 1], [3, 0, 1], [5, 2, 1]], axis=1)[:, None]
+    )
+    rank = 1 + int((vectors[[0, 1]] @ vectors[1] > vectors[2] @ vectors[1]).sum())
+    by_hand[1] = 1 / np.log2(rank + 1)
+    assert scores[0]["ndcg@10"].value == pytest.approx(100 * np.mean(by_hand))

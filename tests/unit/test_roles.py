@@ -61,7 +61,9 @@ def test_rows_keep_the_order_and_roles_of_their_sources(search: CorpusSection, t
     assert corpus.doubled_rows == 0  # the same text as a query and as a document is read twice
     again = prepared(search, tmp_path)
     assert again.reused and again.parts == corpus.parts and again.fingerprint == corpus.fingerprint
-    swapped = search.model_copy(update={"sources": [each.model_copy(update={"role": "text"}) for each in search.sources]})
+    swapped = search.model_copy(
+        update={"sources": [each.model_copy(update={"role": "text"}) for each in search.sources]}
+    )
     plain = prepared(swapped, tmp_path)
     assert plain.fingerprint != corpus.fingerprint and plain.doubled_rows == 1
 
@@ -172,7 +174,9 @@ def test_tables_and_tokens_have_each_role_as_the_encoders_read_it(recipe: Recipe
     np.testing.assert_allclose(every[2], encoder.encode(DOCUMENTS[2], role="document"), atol=1e-6)
     tokens = prepare_tokens(recipe, corpus, LocalBackend(), Reporter())
     student = Encoder.from_section(StudentSection.model_validate(recipe.student.model_dump()))
-    expected_ids = student.token_ids(QUERIES, role="query") + student.token_ids(corpus.texts(range(3, 6)), role="document")
+    expected_ids = student.token_ids(QUERIES, role="query") + student.token_ids(
+        corpus.texts(range(3, 6)), role="document"
+    )
     assert [row.tolist() for row in tokens.rows(range(6))] == expected_ids
 
 
@@ -197,7 +201,9 @@ def test_another_prompt_of_a_role_is_another_table(recipe: Recipe, tmp_path: Pat
         ({"sources": [{"path": "b.txt", "weight": 0}]}, ("sources.0.weight",)),
     ],
 )
-def test_sources_that_cannot_be_meant_are_refused(corpus: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_sources_that_cannot_be_meant_are_refused(
+    corpus: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({"corpus": corpus, "student": {"backbone": "x"}}))
     with fails_with(InvalidValueError, *words):

@@ -249,7 +249,7 @@ def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_pr
     if not kind.is_model:
         info = ModelInfo(name, kind.source, kind.name, "unknown", section.longest or 0, 0)
         encode = partial(_encode, kind.open_embedder(), on_progress)
-        return Candidate(info, VectorModel(encode, section.prompts))
+        return Candidate(info, VectorModel(encode, section.role_prompts))
     if not kind.has_vectors:
         options = LoadOptions(
             max_length=section.longest,

@@ -83,7 +83,7 @@ class EndpointKind(TeacherKind):
 
     def open_embedder(self) -> Embedder:
         """Create a client of the endpoint. Nothing is requested yet."""
-        return Endpoint(self.section.backbone, self.endpoint, self.section.prompt, self.section.prompts)
+        return Endpoint(self.section.backbone, self.endpoint, self.section.prompt, self.section.role_prompts)
 
     def check_source(self) -> list[Check]:
         """Request the endpoint's list of models."""
