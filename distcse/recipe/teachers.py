@@ -131,7 +131,9 @@ class TeacherSection(EncoderSection):
         if self.kwargs and self.class_path is None:
             raise ValueError("kwargs are for a custom teacher; write class_path: module:Class, or remove them")
         for kind in selected:
-            plain = {name: field.default for name, field in type(self).model_fields.items()}
+            plain = {
+                name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()
+            }
             if self.precision == "fp32":  # the resolved precision of these kinds
                 plain["precision"] = "fp32"
             if ignored := [name for name in _IGNORED_KEYS[kind] if getattr(self, name) != plain[name]]:

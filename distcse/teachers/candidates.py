@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from distcse.text.ragged import fetch_label, find_cached, write_cache_folder
 _FORMAT = 1
 _LABEL, _IDS, _SCORES = "candidates.json", "ids.npy", "scores.npy"
 BLOCK_QUERIES = 8192
-_BLOCK_DOCUMENTS = 16_384
+BLOCK_DOCUMENTS = 16_384
 """Documents that a block of queries is compared with at once: their products take 512 MB."""
 
 
@@ -43,6 +44,9 @@ class CandidateSearch:
     """The teachers' weights."""
     section: CandidatesSection
     cache: ArtifactStore
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CandidateSearch, (self.prepared, self.tables, self.alphas, self.section, self.cache)
 
     @cached_property
     def store(self) -> ArtifactStore:
@@ -106,8 +110,8 @@ class CandidateSearch:
         count = min(self.section.per_query - self.section.random, len(self.documents))
         places = np.empty((len(queries), 0), dtype=np.int64)
         scores = np.empty((len(queries), 0), dtype=np.float32)
-        for begin in range(0, len(self.documents), _BLOCK_DOCUMENTS):
-            part = self.documents[begin : begin + _BLOCK_DOCUMENTS]
+        for begin in range(0, len(self.documents), BLOCK_DOCUMENTS):
+            part = self.documents[begin : begin + BLOCK_DOCUMENTS]
             products = queries @ joined_vectors(self.tables, self.alphas, part).T
             kept = np.argpartition(products, -min(count, len(part)), axis=1)[:, -count:]
             places = np.concatenate([places, begin + kept], axis=1)

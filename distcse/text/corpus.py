@@ -100,7 +100,7 @@ class Corpus:
         """Files or data sets."""
         self.reused = reused
         self._rows = RaggedRows(store.path, np.uint8)
-        self.parts = _parts_of(label)
+        self.parts = _parts_of(label, len(self._rows))
         """The rows of each source, in their order."""
         self._keys: RowKeys | None = None
 
@@ -143,7 +143,7 @@ class Corpus:
         with write_cache_folder(directory, _LABEL) as (temporary, label):
             label.update(_write(temporary, sources, excluded, on_progress))
             label.update(sources=[name for source in sources for name in source.names])
-            texts = partial(_marked_texts, RaggedRows(temporary, np.uint8), _parts_of(label))
+            texts = partial(_marked_texts, RaggedRows(temporary, np.uint8), _parts_of(label, label["rows"]))
             keys = RowKeys.prepare(texts, label["rows"], label["fingerprint"], cache)
             label.update(doubled_rows=len(keys) - keys.distinct)
         return cls(directory, label, reused=False)
@@ -358,9 +358,9 @@ def _parts_label(parts: Sequence[CorpusPart], content: str) -> dict[str, Any]:
     return {"fingerprint": fingerprint, "parts": [asdict(part) for part in parts]}
 
 
-def _parts_of(label: Mapping[str, Any]) -> list[CorpusPart]:
+def _parts_of(label: Mapping[str, Any], rows: int) -> list[CorpusPart]:
     parts = [CorpusPart(**part) for part in label.get("parts", [])]
-    return parts or [CorpusPart("text", 1.0, 0, label["rows"])]
+    return parts or [CorpusPart("text", 1.0, 0, rows)]
 
 
 def _write(

@@ -93,7 +93,7 @@ def found(recipe: Recipe, events: list[Event] | None = None) -> tuple[Corpus, li
 def test_each_query_has_its_nearest_documents_by_all_teachers_and_others_at_random(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates_module, "_BLOCK_DOCUMENTS", 13)
+    monkeypatch.setattr(candidates_module, "BLOCK_DOCUMENTS", 13)
     monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
     corpus, tables, store = found(recipe)
     queries, documents = corpus.rows_of_role("query"), corpus.rows_of_role("document")
@@ -128,7 +128,7 @@ def test_a_stop_ends_a_search_in_its_middle_and_keeps_the_blocks_before(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
-    monkeypatch.setattr(candidates_module, "_BLOCK_DOCUMENTS", 20)
+    monkeypatch.setattr(candidates_module, "BLOCK_DOCUMENTS", 20)
     corpus = read_corpus(recipe, Reporter())
     tables = prepare_tables(recipe, corpus, LocalBackend(), Reporter())
     compared: list[int] = []
@@ -215,7 +215,8 @@ def test_two_workers_have_the_loss_of_one() -> None:
 
 
 def test_a_student_learns_the_order_of_its_queries_candidates(recipe: Recipe) -> None:
-    result = Distillation(recipe).run(LocalBackend(), Reporter())
+    longer = recipe.training.model_copy(update={"epochs": 8, "log_every": 4})
+    result = Distillation(recipe.model_copy(update={"training": longer})).run(LocalBackend(), Reporter())
     losses = [json.loads(line) for line in (result.directory.path / "events.jsonl").open()]
     reports = [event["losses"]["candidates"] for event in losses if event["event"] == "StepReport"]
     assert reports and reports[-1] < reports[0]

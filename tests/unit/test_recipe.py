@@ -92,7 +92,7 @@ _MODELS = [f"trans-encoder-{kind}-{size}" for kind in ("bert", "roberta", "mutua
 BINARY = [f"{model}-{task}" for model in _MODELS for task in ("qqp", "qnli", "mrpc")]
 OTHERS = {
     *("quickstart", "minilm-3layer", "best-small", "rankcse-in-rank-space", "minilm-mutual", "three-mutual"),
-    *("three-teachers", "three-teachers-family", "trans-encoder-mutual-base-large"),
+    *("three-teachers", "three-teachers-family", "search", "trans-encoder-mutual-base-large"),
     *("trans-encoder-bert-base-sickr", "trans-encoder-mutual-base-sickr"),
 }
 

@@ -166,9 +166,14 @@ def _fit_projection(
     rows = np.random.default_rng(0).permutation(len(corpus))[: _FIT_ROWS + _KEPT_ROWS]
     fitted = len(rows) - min(_KEPT_ROWS, max(_MIN_KEPT, len(rows) // 10), len(rows) // 2)
     joined, align_rows = targets.vectors(rows), rows[: min(_ALIGN_ROWS, fitted)]
-    progress = partial(reporter.advance, "targets", total=len(align_rows), unit="sentences encoded")
-    encode = partial(encoder.to(default_device()).encode, normalize=True, on_progress=progress)
-    vectors = corpus.encode(align_rows, encode)
+    vectors = corpus.encode(
+        align_rows,
+        partial(
+            encoder.to(default_device()).encode,
+            normalize=True,
+            on_progress=partial(reporter.advance, "targets", total=len(align_rows), unit="sentences encoded"),
+        ),
+    )
     projection = fit_projection(joined[:fitted], joined[: len(align_rows)], vectors)
     Projection(projection, spec.key, kept_share(joined[fitted:], projection)).write(file)
     return True
