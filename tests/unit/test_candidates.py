@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import distcse
 from distcse.errors import DistcseError, InvalidValueError, StoppedEarlyError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.losses import TeacherOutputs, Views
@@ -122,6 +123,16 @@ def test_blocks_that_a_stopped_search_has_found_are_kept(recipe: Recipe, monkeyp
     )
     assert last.done == 10 and last.reused == 14
     assert {name: (store.path / name / "ids.npy").read_bytes() for name in before} == before
+
+
+def test_an_embedding_pass_finds_candidates_and_shows_a_few(recipe: Recipe, tmp_path: Path) -> None:
+    events: list[Event] = []
+    distcse.embed(recipe, listen=events.append)
+    shown = [str(event.note) for event in events if isinstance(event, StageProgress) and event.name == "query"]
+    corpus, _, store = found(recipe)
+    first = Candidates(store, 24)
+    assert len(shown) == 3 and shown[0].startswith(corpus.texts([0])[0])
+    assert f"{first.scores[0, 0]:.2f} {corpus.texts([int(first.ids[0, 0])])[0]}" in shown[0]
 
 
 def test_a_stop_ends_a_search_in_its_middle_and_keeps_the_blocks_before(

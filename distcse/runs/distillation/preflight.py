@@ -24,6 +24,7 @@ from distcse.runs.distillation.corpus import (
     band_warnings,
     extent_of,
     fit_to_corpus,
+    prepare_candidates,
     prepare_tables,
     read_corpus,
     require_embedding_gpus,
@@ -43,6 +44,7 @@ from distcse.runs.distillation.processes import (
 )
 from distcse.runs.experiment import TrialGpus, questions_of
 from distcse.storage import open_store, resolve_path
+from distcse.teachers.candidates import Candidates
 from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
@@ -50,6 +52,9 @@ from distcse.teachers.resources import SERVERS, least_embedding
 from distcse.teachers.reuse import count_new_rows
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
+
+_SAMPLED_QUERIES, _NEAREST = 3, 3
+"""Queries, and documents of each, that a pass with candidates reports."""
 
 
 def recipe_questions(recipe: Recipe) -> list[Question]:
@@ -177,6 +182,8 @@ def _describe_encoder(encoder: Encoder) -> str:
 def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
     """Embed the corpus with the recipe's teachers, without training: the pass that a run would make first.
 
+    Also finds the candidates of a recipe that compares some, and reports a few.
+
     Returns:
         One table per teacher; None for a live teacher.
     """
@@ -193,4 +200,17 @@ def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[E
         corpus = read_corpus(recipe, reporter)
         report_warnings(teacher_token_warnings(recipe, corpus), reporter)
         with joined_for_embedding(recipe, backend.cluster):
-            return prepare_tables(recipe, corpus, backend, reporter)
+            tables = prepare_tables(recipe, corpus, backend, reporter)
+            if (store := prepare_candidates(recipe, corpus, tables, backend, reporter)) is not None:
+                _report_candidates(corpus, Candidates(store, len(corpus.rows_of_role("query"))), reporter)
+            return tables
+
+
+def _report_candidates(corpus: Corpus, candidates: Candidates, reporter: Reporter) -> None:
+    """Report a few queries with their nearest documents and the teachers' scores."""
+    queries = corpus.rows_of_role("query")
+    for row in np.unique(np.linspace(0, len(queries) - 1, _SAMPLED_QUERIES).astype(np.int64)):
+        (query,) = corpus.texts([queries[row]])
+        texts = corpus.texts(candidates.ids[row, :_NEAREST])
+        near = [f"{score:.2f} {text:.60}" for score, text in zip(candidates.scores[row], texts, strict=False)]
+        reporter.found("query", f"{query:.60}: {' | '.join(near)}")
