@@ -151,7 +151,7 @@ def try_terms(objective: Objective, section: ObjectiveSection, batch_size: int) 
     all_z1, all_z2 = (torch.randn(batch_size, _TRIED_WIDTH, generator=generator, requires_grad=True) for _ in range(2))
     lists = torch.rand(rows, batch_size, generator=generator) if objective.needs_lists else None
     targets = unit(torch.randn(rows, _TRIED_WIDTH, generator=generator)) if objective.needs_targets else None
-    scores = torch.rand(rows // 2, 1, generator=generator) if objective.needs_scores else None
+    scores = torch.rand(1, rows - 1, generator=generator) if objective.needs_scores else None  # of one query
     # All rows as the same tensor, as with one worker (see `Views.reverse`).
     z1, z2 = (all_z1, all_z2) if rows == batch_size else (all_z1[:rows], all_z2[:rows])
     views, teachers = Views(z1, z2, all_z1, all_z2), TeacherOutputs(lists, targets, scores)

@@ -133,7 +133,7 @@ class Encoder(nn.Module):
         encoder = cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head)
         readings = readings_of(section, layout, max_length)
         encoder._readings = {role: each for role, each in readings.items() if each != Reading(prompt, max_length)}
-        prompts = role_prompts(layout.prompts, readings) if section.prompts else layout.prompts
+        prompts = role_prompts(layout.prompts, readings)
         encoder.take_settings(replace(layout, prompts=prompts))
         return encoder
 

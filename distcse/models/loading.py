@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -259,18 +258,28 @@ def readings_of(section: EncoderSection, layout: Layout, max_length: int) -> dic
     """Return how an encoder with a maximum length reads each role: by the recipe's prompts, or else by the folder's."""
     readings: dict[Role, Reading] = {}
     for role in get_args(Role):
-        # sentence-transformers writes an empty `document` also beside a `passage`.
-        found = [layout.prompts[name] for name in _ROLE_NAMES.get(role, ()) if name in layout.prompts]
-        named = next(filter(None, found), "" if found else layout.prompt)
-        prompt = section.role_prompts.get(role, section.prompt or named)
+        prompt = section.role_prompts.get(role, section.prompt or _named(layout.prompts, role, layout.prompt))
         readings[role] = Reading(prompt, section.role_lengths.get(role, max_length))
     return readings
 
 
 def role_prompts(prompts: Mapping[str, str], readings: Mapping[Role, Reading]) -> dict[str, str]:
-    """Return the named prompts of a folder to save, of which those of roles say how the encoder reads them."""
-    others = {name: prompt for name, prompt in prompts.items() if name not in chain.from_iterable(_ROLE_NAMES.values())}
-    return {**others, **{role: readings[role].prompt for role in _ROLE_NAMES}}
+    """Return the named prompts of a folder with those of the roles that are not read as named, or as plain texts."""
+    changed = {
+        role
+        for role, names in _ROLE_NAMES.items()
+        if readings[role].prompt != _named(prompts, role, readings["text"].prompt)
+    }
+    others = {
+        name: prompt for name, prompt in prompts.items() if all(name not in _ROLE_NAMES[role] for role in changed)
+    }
+    return {**others, **{role: readings[role].prompt for role in _ROLE_NAMES if role in changed}}
+
+
+def _named(prompts: Mapping[str, str], role: Role, default: str) -> str:
+    """Return the prompt that a folder names for a role. sentence-transformers writes an empty `document` beside a `passage`."""
+    found = [prompts[name] for name in _ROLE_NAMES.get(role, ()) if name in prompts]
+    return next(filter(None, found), "" if found else default)
 
 
 def position_limit(backbone: nn.Module) -> int | None:

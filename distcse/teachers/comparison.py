@@ -94,7 +94,9 @@ def compare(recipe: Recipe, corpus: Corpus, sentences: int, reporter: Reporter) 
             f"a comparison needs at least {NEAREST + 2} sentences, not {sentences}; raise --sentences"
         )
     drawn = np.random.default_rng([recipe.seed, _STREAM]).permutation(len(corpus))[: 2 * sentences]
+    row_of = dict(zip(reversed(corpus.texts(drawn)), reversed(drawn.tolist()), strict=True))
     texts = list(dict.fromkeys(corpus.texts(drawn)))[:sentences]
+    rows = np.array([row_of[text] for text in texts], dtype=np.int64)
     if len(texts) < NEAREST + 2:
         raise ComparisonError(
             f"the corpus has only {len(texts)} different sentences, a comparison needs {NEAREST + 2}; add sentences"
@@ -105,7 +107,9 @@ def compare(recipe: Recipe, corpus: Corpus, sentences: int, reporter: Reporter) 
         embedder = teacher.open_embedder()
         started_at = time.perf_counter()
         progress = partial(reporter.advance, f"teacher {number}", total=len(texts), unit="sentences")
-        units = embedder.encode(texts, normalize=True, precision=teacher.precision, on_progress=progress)
+        units = corpus.encode(
+            rows, partial(embedder.encode, normalize=True, precision=teacher.precision, on_progress=progress)
+        )
         seconds[number] = time.perf_counter() - started_at
         lists.append(_drop_diagonal(units @ units.T))
         statistics[number], dimensions[number] = measure_statistics(units), units.shape[1]
