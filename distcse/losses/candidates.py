@@ -45,7 +45,7 @@ class CandidateRank(nn.Module):
         self._row_losses = forms[form]
 
     def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
-        """Return this worker's share of the loss: groups are whole on a worker, so that nothing is gathered."""
+        """Return this worker's share of the loss: each group is on one worker, so that nothing is gathered."""
         assert teachers.scores is not None
         groups, length = teachers.scores.shape
         total = torch.zeros((), device=views.z1.device)

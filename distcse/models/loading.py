@@ -277,7 +277,7 @@ def role_prompts(prompts: Mapping[str, str], readings: Mapping[Role, Reading]) -
 
 
 def _named(prompts: Mapping[str, str], role: Role, default: str) -> str:
-    """Return the prompt that a folder names for a role. sentence-transformers writes an empty `document` beside a `passage`."""
+    """Return the prompt that a folder names for a role. sentence-transformers writes an empty `document` next to a `passage`."""
     found = [prompts[name] for name in _ROLE_NAMES.get(role, ()) if name in prompts]
     return next(filter(None, found), "" if found else default)
 
