@@ -2,7 +2,7 @@
 
 The packaged recipe `search` with overrides, on the text that a row names. Medical questions and passages, web questions and
 Wikipedia sentences come from the data folder; functions and their summaries are parsed from the installed packages. Measured on
-SciFact, CoSQA (dev) and MedQuAD, whose own texts no row has but those that say so. benchmarks/search.md has the figures.
+SciFact, CoSQA (dev) and MedQuAD, whose own texts no row has.
 
     python -m benchmarks.search --data ../shared/data --rows medical code
 
