@@ -1,7 +1,6 @@
 """The recipe: all settings of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, RecipeInputs, recipe_classes, register_recipe
-from distcse.recipe.candidates import CandidatesSection
 from distcse.recipe.encoders import EncoderSection, Pooling, Projection, Role, StudentSection, TrainedSection
 from distcse.recipe.evaluation import EvaluationSection, RankInferenceSection
 from distcse.recipe.kinds.distillation import Recipe
@@ -31,7 +30,14 @@ from distcse.recipe.section import decided
 from distcse.recipe.storage import LoggersSection, MLflowSection, StorageSection, WandbSection
 from distcse.recipe.sweep import FinalRunsSection, ParameterSection, ScheduleSection, SearchSection, Sweep
 from distcse.recipe.teachers import EndpointSection, TeacherSection, TeachersSection
-from distcse.recipe.text import CorpusSection, MiningSection, PairsSection, SourceSection, TextSection
+from distcse.recipe.text import (
+    CandidatesSection,
+    CorpusSection,
+    MiningSection,
+    PairsSection,
+    SourceSection,
+    TextSection,
+)
 from distcse.recipe.training import (
     KINDS,
     BiSection,

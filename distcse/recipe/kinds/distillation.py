@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
-from distcse.recipe.candidates import CandidatesSection
 from distcse.recipe.encoders import EncoderSection, StudentSection
 from distcse.recipe.evaluation import EvaluationSection
 from distcse.recipe.names import absolute, absolute_folder, absolute_path, is_path
@@ -16,7 +15,7 @@ from distcse.recipe.objective import HINGE_TERMS, ObjectiveSection
 from distcse.recipe.section import Name
 from distcse.recipe.storage import LoggersSection, StorageSection
 from distcse.recipe.teachers import TeachersSection
-from distcse.recipe.text import CorpusSection
+from distcse.recipe.text import CandidatesSection, CorpusSection
 from distcse.recipe.training import ResourcesSection, TrainingSection, check_gpu_keys
 
 _KEYS_OF_RAY = (
