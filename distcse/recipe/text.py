@@ -1,4 +1,4 @@
-"""Sections of the unlabelled text: `corpus`, `candidates` of its queries, and `pairs`, which a mutual distillation reads or mines."""
+"""Sections of the unlabelled text: `corpus`, `candidates` of its queries, and `pairs` of a mutual distillation."""
 
 from __future__ import annotations
 
