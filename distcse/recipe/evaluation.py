@@ -36,7 +36,7 @@ class EvaluationSection(Section):
     dev: str = "auto"
     """Score that selects the checkpoint: Spearman's correlation on `stsb` (dev), `sickr` (trial) or `stsb_sickr` (their mean);
     `agreement` with the teachers on held-out rows; [your own set](../how-to/evaluate.md#the-dev-set); or `none`, which takes
-    the last. `auto` is `stsb` with `data`, else `agreement` with teachers, else `none`."""
+    the last. `auto` is `stsb` with `data`, but not of a corpus with queries, else `agreement` with teachers, else `none`."""
     dev_is_test: bool = False
     """Allow a test set as dev set; its scores are then no measurement."""
     num_heldout: Annotated[int, Field(ge=0)] = 512
@@ -51,7 +51,7 @@ class EvaluationSection(Section):
     """Dev scores without a new best after which the run stops; null never stops early."""
     final_suites: list[Measure] | Literal["with_transfer"] | None = None
     """Suites of the final evaluation of start, student and teachers. null runs `sts`, `ranking`, `geometry` and `retrieval`
-    with `data`, else `agreement`. `with_transfer` adds `transfer`, which takes
+    with `data` (of a corpus with queries `retrieval` alone), else `agreement`. `with_transfer` adds `transfer`, which takes
     [minutes per model](../how-to/evaluate.md#in-a-training-run)."""
     rank_inference: RankInferenceSection | None = None
     """Also measure the student with ranks at inference, on the suites of pairs, and store it as `ranker` in the run's folder;

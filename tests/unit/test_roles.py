@@ -26,6 +26,7 @@ from distcse.recipe import (
 )
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.corpus import prepare_tables, prepare_tokens
+from distcse.runs.distillation.final_evaluation import selected_suites
 from distcse.storage import open_store
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
@@ -213,6 +214,15 @@ def test_sources_that_cannot_be_meant_are_refused(
 def test_a_source_without_text_is_named(tmp_path: Path) -> None:
     with fails_with(CorpusNotFoundError, "role document", "corpus.sources.0.path=FILE"):
         prepared(CorpusSection(sources=[SourceSection(role="document")]), tmp_path)
+
+
+def test_a_recipe_with_queries_is_measured_by_retrieval_and_selected_by_agreement(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    labelled = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"data": str(tmp_path)})})
+    assert (labelled.dev_score, tuple(selected_suites(labelled))) == ("agreement", ("retrieval",))
+    plain = labelled.model_copy(update={"corpus": CorpusSection(path="text.txt")})
+    assert (plain.dev_score, "sts" in selected_suites(plain)) == ("stsb", True)
 
 
 def test_titles_need_columns(tmp_path: Path) -> None:

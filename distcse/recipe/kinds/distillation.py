@@ -100,11 +100,16 @@ class Recipe(BaseRecipe):
     """Experiment trackers."""
 
     @property
+    def has_queries(self) -> bool:
+        """Whether the student learns to search: a source of the corpus has queries."""
+        return any(source.role == "query" for source in self.corpus.sources)
+
+    @property
     def dev_score(self) -> str:
         """`evaluation.dev` with `auto` resolved."""
         if self.evaluation.dev != "auto":
             return self.evaluation.dev
-        if self.evaluation.data is not None:
+        if self.evaluation.data is not None and not self.has_queries:
             return "stsb"
         return "agreement" if self.teachers.encoders else "none"
 
@@ -197,7 +202,7 @@ class Recipe(BaseRecipe):
     def _candidates_fit(self, key: str) -> None:
         if self.candidates is None:
             raise ValueError(f"{key} needs candidates; write candidates: {{}}, or {key}: null")
-        if "query" not in {source.role for source in self.corpus.sources}:
+        if not self.has_queries:
             raise ValueError(
                 f"{key} needs queries; write corpus.sources with role: query and role: document, or {key}: null"
             )

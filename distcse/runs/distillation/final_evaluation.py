@@ -63,13 +63,15 @@ _LABELLED_SUITES = ("sts", "ranking", "geometry", "retrieval")
 def selected_suites(recipe: Recipe) -> Sequence[str]:
     """Return the suites of the final evaluation.
 
-    By default all suites but transfer, which takes longer than the others together; without labelled data, agreement only.
+    By default all suites but transfer, which takes longer than the others together, or of a corpus with queries retrieval;
+    without labelled data, agreement only.
     """
     final = recipe.evaluation.final_suites
     if isinstance(final, list):
         return final
     if recipe.evaluation.data:
-        return (*_LABELLED_SUITES, "transfer") if final == "with_transfer" else _LABELLED_SUITES
+        suites: tuple[str, ...] = ("retrieval",) if recipe.has_queries else _LABELLED_SUITES
+        return (*suites, "transfer") if final == "with_transfer" else suites
     return ("agreement",) if recipe.teachers.encoders else ()
 
 
