@@ -77,7 +77,7 @@ def train(sources: list[Source], folder: Path, overrides: list[str]) -> dict[str
     assert evaluation is not None
     for model in ("student", "teacher"):
         for each in SETS:
-            found[f"{model} {each}"] = round(evaluation.value(model, "retrieval", each, "ndcg@10"), 2)
+            found[f"{model} {each}"] = round(evaluation.score("retrieval", each, "ndcg@10", model), 2)
     return found
 
 

@@ -6,12 +6,16 @@ import argparse
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 from distcse.cli.shared import Commands, add_command, add_output_options, finish, loading
 from distcse.devices.process import INTERRUPTED, StopOnSignal
 from distcse.errors import EvaluationResultError
 from distcse.report.progress import open_view, print_json, print_lines
 from distcse.storage import refuse_job_copy, resolve_path, to_uri
+
+_ROLES: tuple[Literal["query", "document"], ...] = ("query", "document")
+"""Roles that have prompts of their own; named here because `--help` does not wait for the recipe's classes."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -101,6 +105,14 @@ def _add_evaluate(commands: Commands) -> None:
         metavar="[NAME=]TEXT",
         help="put before every sentence, or a template with {sentence} in it; NAME=TEXT is for one model, by its name in tables",
     )
+    for role in _ROLES:
+        parser.add_argument(
+            f"--{role}-prompt",
+            action="append",
+            default=[],
+            metavar="[NAME=]TEXT",
+            help=f"the same, before each {role} of a retrieval set (default: the folder's)",
+        )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="tokens kept of a sentence")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     parser.add_argument(
@@ -130,7 +142,9 @@ def _evaluate(options: argparse.Namespace) -> int:
         from distcse.report.terminal import choice_as_json, print_evaluation, print_remarks, results_as_json
 
         documents = [] if options.documents is None else [options.documents]
-        prompt, prompts = parse_prompts(options.prompt, [*parse_models(options.models), *parse_models(documents)])
+        names = [*parse_models(options.models), *parse_models(documents)]
+        prompts = parse_prompts(options.prompt, names)
+        typed = {role: getattr(options, f"{role}_prompt") for role in _ROLES}
         limits = Limits(options.max_ms, options.max_mb)
         measured = measure(
             options.models,
@@ -149,8 +163,9 @@ def _evaluate(options: argparse.Namespace) -> int:
                 device=options.device or default_device(),
                 precision=options.precision,
                 trust_remote_code=options.trust_remote_code,
-                prompt=prompt,
+                prompt=prompts.pop("", ""),
                 prompts=prompts,
+                role_prompts={role: parse_prompts(each, names, f"--{role}-prompt") for role, each in typed.items()},
             ),
             dry_run=options.dry_run,
             listen=listen,

@@ -30,6 +30,7 @@ from distcse.models import CrossEncoder, Encoder, StaticEncoder, is_cross_encode
 from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import RankSpaceEncoder, is_rank_space
+from distcse.recipe.encoders import SearchRole
 from distcse.recipe.names import hub_id
 from distcse.storage import find_model, is_uri
 
@@ -50,6 +51,7 @@ class LoadOptions:
             Cross-encoders ignore it.
         prompts: Prompts of single models by their names in tables, instead of `prompt`; those of several runs share their
             model's.
+        role_prompts: By role, the prompts of single models, and under "" that of the others; instead of those of all texts.
     """
 
     pooling: str | None = None
@@ -59,6 +61,7 @@ class LoadOptions:
     trust_remote_code: bool = False
     prompt: str = ""
     prompts: Mapping[str, str] = field(default_factory=dict)
+    role_prompts: Mapping[SearchRole, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def resolved_precision(self) -> str:
@@ -70,9 +73,18 @@ class LoadOptions:
         (model,) = group_runs([name])
         return self.prompts.get(name, self.prompts.get(model, self.prompt))
 
+    def role_prompts_of(self, name: str) -> dict[SearchRole, str]:
+        """Return the prompts of the roles of a model by its name in tables."""
+        (model,) = group_runs([name])
+        found: dict[SearchRole, str] = {}
+        for role, prompts in self.role_prompts.items():
+            for key in filter(prompts.__contains__, ("", model, name)):
+                found[role] = prompts[key]
+        return found
 
-def parse_prompts(typed: Sequence[str], names: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Parse `TEXT`, for all models, and `NAME=TEXT`, for one of them."""
+
+def parse_prompts(typed: Sequence[str], names: Sequence[str], option: str = "--prompt") -> dict[str, str]:
+    """Parse `NAME=TEXT`, for one model, and `TEXT`, for all others, under the name ""."""
     known = {*group_runs(names)} | {*names}
     found: dict[str, str] = {}
     for text in typed:
@@ -80,13 +92,13 @@ def parse_prompts(typed: Sequence[str], names: Sequence[str]) -> tuple[str, dict
         name, prompt = (name, prompt) if equals else ("", text)
         if name and name not in known:
             raise EvaluationOptionError(
-                f"--prompt {text!r:.60}: there is no model {name!r}{nearest(name, sorted(known))}; the models are "
+                f"{option} {text!r:.60}: there is no model {name!r}{nearest(name, sorted(known))}; the models are "
                 f"{', '.join(sorted(known))}. Write NAME=TEXT, or for all models TEXT, or =TEXT if it contains an equals sign"
             )
         if name in found:
-            raise EvaluationOptionError(f"two prompts are given for {name or 'all models'}; keep one")
+            raise EvaluationOptionError(f"{option} gives two prompts for {name or 'all models'}; keep one")
         found[name] = prompt
-    return found.pop("", ""), found
+    return found
 
 
 def parse_models(models: Sequence[str]) -> dict[str, str]:
@@ -143,6 +155,7 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
             max_length=options.max_length,
             trust_remote_code=options.trust_remote_code,
             prompt=prompt,
+            prompts=options.role_prompts_of(name),
         )
     model.to(options.device)
     candidate = make_candidate(name, source, model, contamination, options.resolved_precision, on_progress)

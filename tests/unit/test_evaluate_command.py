@@ -145,9 +145,11 @@ def test_ensembles_of_unfit_models_are_refused(ensemble: str, named: tuple[str, 
     ],
 )
 def test_a_prompt_is_for_all_models_or_for_one_and_its_runs(typed: list[str], one: str, two: str, run: str) -> None:
-    prompt, prompts = parse_prompts(typed, ["one", "two", "row, run 1", "row, run 2"])
-    options = LoadOptions(prompt=prompt, prompts=prompts)
-    assert [options.prompt_of(name) for name in ("one", "two", "row, run 1", "row, run 2")] == [one, two, run, run]
+    names = ["one", "two", "row, run 1", "row, run 2"]
+    prompts = parse_prompts(typed, names)
+    options = LoadOptions(prompt=prompts.get("", ""), prompts=prompts, role_prompts={"query": prompts})
+    assert [options.prompt_of(name) for name in names] == [one, two, run, run]
+    assert [options.role_prompts_of(name).get("query", "") for name in names] == [one, two, run, run]
 
 
 def test_prompts_are_put_before_the_sentences_of_their_models(

@@ -168,6 +168,8 @@ def _sample_rows(corpus: Corpus) -> NDArray[np.int64]:
 
 def model_warnings(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
     """Return the warnings of a recipe's models that need no vectors; `only_local` skips what would have to be downloaded."""
+    if (roles := {source.role for source in recipe.corpus.all_sources}) and "text" not in roles:
+        return warn_of_missing_dropout(recipe, only_local)  # queries and documents are read with the folders' prompts
     encoders: dict[str, EncoderSection] = {"student": recipe.student}
     for number, teacher in enumerate(recipe.teachers.encoders):
         kind = kind_of(teacher, only_local=True)
