@@ -15,7 +15,7 @@ from distcse.report.progress import open_view, print_json, print_lines
 from distcse.storage import refuse_job_copy, resolve_path, to_uri
 
 _ROLES: tuple[Literal["query", "document"], ...] = ("query", "document")
-"""Roles that have prompts of their own; named here because `--help` does not wait for the recipe's classes."""
+"""Roles with own prompts; named here because `--help` does not wait for the recipe's classes."""
 
 
 def add_commands(commands: Commands) -> None:
