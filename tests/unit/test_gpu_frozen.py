@@ -140,9 +140,9 @@ def test_chunks_of_a_long_call_are_tokenized_ahead_and_waited_for_once_each(
     order: list[str] = []
     token_ids, finish = encoder.token_ids, frozen_pass.QueuedChunk.finish
 
-    def tokenize(part: list[str], prompt: str | None) -> list[list[int]]:
+    def tokenize(part: list[str], *reading: Any) -> list[list[int]]:
         order.append("tokenize")
-        return token_ids(part, prompt)
+        return token_ids(part, *reading)
 
     def wait(queued: Any) -> Any:
         order.append("wait")

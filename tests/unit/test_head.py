@@ -110,7 +110,8 @@ def test_vectors_equal_those_of_sentence_transformers(
     np.testing.assert_allclose(vectors, their_vectors(folder, TEXTS), atol=1e-5)
     encoder.save(tmp_path / "ours")
     np.testing.assert_allclose(their_vectors(tmp_path / "ours", TEXTS), vectors, atol=1e-5)
-    np.testing.assert_allclose(Encoder.load(tmp_path / "ours").encode(TEXTS), vectors, atol=1e-6)
+    # The same weights, elsewhere in memory: T5's kernels of an AVX2 CPU then round otherwise, by up to 1.07e-6.
+    np.testing.assert_allclose(Encoder.load(tmp_path / "ours").encode(TEXTS), vectors, atol=2e-6)
     shape = read_shape(EncoderSection(backbone=str(folder)))
     assert shape.dimension == dimension
     assert shape.parameters + shape.frozen_parameters == sum(weight.numel() for weight in encoder.parameters())
