@@ -47,6 +47,24 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str],
 
 
 @pytest.mark.slow
+def test_candidates_on_two_workers_equal_a_local_run(
+    recipe_with: MakeRecipe, sentences: list[str], tmp_path: Path
+) -> None:
+    for name, texts in (("queries", sentences[:60]), ("documents", sentences[60:])):
+        (tmp_path / f"{name}.txt").write_text("\n".join(texts))
+    sources = f"[{{path: '{tmp_path}/queries.txt', role: query}}, {{path: '{tmp_path}/documents.txt', role: document}}]"
+    overrides = (
+        *("corpus.path=null", f"corpus.sources={sources}", "candidates={per_query: 8, random: 2, per_step: 3}"),
+        *("objective={info_nce: null, consistency: null, rank: null, regression: {}, candidates: {}}",),
+        *("student.projection=none", "student.dropout=0.0", "training.epochs=4", "evaluation.num_heldout=8"),
+    )
+    remote = run(recipe_with(*overrides, "training.workers=2", f"storage.cache={tmp_path}/on-ray"), Reporter())
+    local = run(recipe_with(*overrides, "training.workers=0"), Reporter())
+    assert remote.train_result.state.finished and local.train_result.steps == remote.train_result.steps
+    assert_same_learning(weights_of(local.directory.path), weights_of(remote.directory.path))
+
+
+@pytest.mark.slow
 def test_a_run_moved_from_two_deepspeed_workers_to_one_equals_a_local_run(recipe_with: MakeRecipe) -> None:
     events: list[Event] = []
     steps: list[int] = []
