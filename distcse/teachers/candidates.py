@@ -10,7 +10,7 @@ The search is exact. A block is complete or absent, so that what a killed run ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from distcse.recipe import CandidatesSection
 from distcse.storage import ArtifactStore, content_key
-from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.targets import joined_vectors
+from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus
 from distcse.text.ragged import fetch_label, find_cached, write_cache_folder
 
@@ -38,26 +37,19 @@ class CandidateSearch:
 
     prepared: ArtifactStore
     """Folder of the corpus."""
-    tables: Sequence[EmbeddingTable]
-    """Each teacher's."""
-    alphas: Sequence[float]
-    """The teachers' weights."""
+    teachers: TargetSpec
+    """Their tables and weights, without a projection."""
     section: CandidatesSection
     cache: ArtifactStore
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CandidateSearch, (self.prepared, self.tables, self.alphas, self.section, self.cache)
+        return CandidateSearch, (self.prepared, self.teachers, self.section, self.cache)
 
     @cached_property
     def store(self) -> ArtifactStore:
         """The folder of the blocks. Who lets them be written holds its lease."""
-        shares = [alpha / sum(self.alphas) for alpha in self.alphas]
-        keys = [table.identity.key for table in self.tables]
-        return (
-            self.cache
-            / "candidates"
-            / content_key([_FORMAT, keys, shares, self.section.per_query, self.section.random])
-        )
+        identity = [_FORMAT, self.teachers.key, self.section.per_query, self.section.random]
+        return self.cache / "candidates" / content_key(identity)
 
     @cached_property
     def queries(self) -> NDArray[np.int64]:
@@ -73,6 +65,11 @@ class CandidateSearch:
     def blocks(self) -> list[range]:
         """The numbers of each block's queries."""
         return _blocks(len(self.queries))
+
+    @cached_property
+    def _vectors(self) -> Callable[[NDArray[np.int64]], NDArray[np.float32]]:
+        """Maps row ids to vectors whose inner products are the teachers' weighted mean cosines."""
+        return self.teachers.open().vectors
 
     def missing_blocks(self) -> list[int]:
         """Return the numbers of the blocks that are not stored, or damaged."""
@@ -94,10 +91,10 @@ class CandidateSearch:
             CorpusCacheError: The cache cannot be written.
         """
         block = self.blocks[number]
-        queries = joined_vectors(self.tables, self.alphas, self.queries[block.start : block.stop])
+        queries = self._vectors(self.queries[block.start : block.stop])
         places, scores = self._nearest(queries, on_progress)
         random = self._random(places, np.random.Generator(np.random.PCG64([number])))
-        drawn = joined_vectors(self.tables, self.alphas, self.documents[random.ravel()])
+        drawn = self._vectors(self.documents[random.ravel()])
         of_random = np.einsum("nd,nkd->nk", queries, drawn.reshape(*random.shape, -1))
         with write_cache_folder(_folder(self.store, block), _LABEL) as (temporary, _):
             np.save(temporary / _IDS, self.documents[np.concatenate([places, random], axis=1)])
@@ -112,11 +109,11 @@ class CandidateSearch:
         scores = np.empty((len(queries), 0), dtype=np.float32)
         for begin in range(0, len(self.documents), BLOCK_DOCUMENTS):
             part = self.documents[begin : begin + BLOCK_DOCUMENTS]
-            products = queries @ joined_vectors(self.tables, self.alphas, part).T
+            products = queries @ self._vectors(part).T
             kept = np.argpartition(products, -min(count, len(part)), axis=1)[:, -count:]
             places = np.concatenate([places, begin + kept], axis=1)
             scores = np.concatenate([scores, np.take_along_axis(products, kept, axis=1)], axis=1)
-            # Ties are in the order of the documents, whatever the blocks.
+            # Ties are in the order of the documents.
             best = np.lexsort((places, -scores), axis=1)[:, :count]
             places, scores = np.take_along_axis(places, best, axis=1), np.take_along_axis(scores, best, axis=1)
             if on_progress is not None:

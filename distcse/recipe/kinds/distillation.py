@@ -105,6 +105,11 @@ class Recipe(BaseRecipe):
         return any(source.role == "query" for source in self.corpus.sources)
 
     @property
+    def compares_candidates(self) -> bool:
+        """Whether a term of weight above 0 compares each query's candidates."""
+        return bool(self.objective.keys_that_need("candidates", active=True))
+
+    @property
     def dev_score(self) -> str:
         """`evaluation.dev` with `auto` resolved."""
         if self.evaluation.dev != "auto":

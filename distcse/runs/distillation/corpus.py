@@ -40,6 +40,7 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
 from distcse.teachers.reuse import Reuse, find_reuse
 from distcse.teachers.table import EmbeddingTable, table_statistics
+from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus, Tokenization, TokenTable, count_repeated_files
 from distcse.text.token_table import PART_ROWS, SampledTokens
 from distcse.training.schedule import fitting_batch, total_steps
@@ -140,7 +141,7 @@ def extent_of(recipe: Recipe, corpus: Corpus) -> tuple[str, list[SettingsWarning
     rows, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     num_twins = len(corpus) - len(rows) - len(held_out)
     per_epoch = corpus.sampler(rows, training.batch_size, recipe.seed).steps_per_epoch
-    if recipe.candidates is not None and recipe.objective.keys_that_need("candidates", active=True):
+    if recipe.candidates is not None and recipe.compares_candidates:
         queries = len(np.setdiff1d(corpus.rows_of_role("query"), held_out))
         per_epoch = queries // (training.batch_size // recipe.candidates.rows_per_query)
     steps = total_steps(training, per_epoch)
@@ -350,7 +351,7 @@ def prepare_candidates(
     Returns:
         The folder of `Candidates`; None if no loss compares candidates.
     """
-    if recipe.candidates is None or not recipe.objective.keys_that_need("candidates", active=True):
+    if recipe.candidates is None or not recipe.compares_candidates:
         return None
     wanted = _candidate_search(recipe, corpus, [table for table in tables if table is not None])
     total, found = len(wanted.queries), wanted.missing_blocks()
@@ -375,8 +376,8 @@ def prepare_candidates(
 
 def _candidate_search(recipe: Recipe, corpus: Corpus, tables: Sequence[EmbeddingTable]) -> CandidateSearch:
     assert recipe.candidates is not None
-    alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
-    return CandidateSearch(corpus.store, tables, alphas, recipe.candidates, open_store(recipe.storage.cache))
+    teachers = TargetSpec(tables, [teacher.alpha for teacher in recipe.teachers.encoders])
+    return CandidateSearch(corpus.store, teachers, recipe.candidates, open_store(recipe.storage.cache))
 
 
 def _write_candidates(wanted: CandidateSearch, number: int, reporter: Reporter) -> None:

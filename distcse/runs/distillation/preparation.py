@@ -213,7 +213,7 @@ def require_vectors(recipe: Recipe) -> None:
         )
     tabled = [kind.uses_table(recipe.teachers.mode) for kind in kinds]
     numbers = {*recipe.objective.vector_teachers(len(tabled))}
-    if recipe.objective.keys_that_need("candidates", active=True):
+    if recipe.compares_candidates:
         numbers |= {*range(len(tabled))}
     missing = [number for number in sorted(numbers) if not tabled[number]]
     if missing:
