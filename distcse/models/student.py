@@ -273,9 +273,9 @@ def _copy_into(encoder: Encoder, weights: Mapping[str, Tensor]) -> None:
 
 
 def build_projection(kind: Projection, width: int) -> nn.Module:
-    """Create a projection head from (…, width) to (…, width) with random weights; `none` is the identity."""
+    """Create a training's projection head from (…, width) to (…, width) with random weights; others are the identity."""
     classes = {"tanh_mlp": TanhMLP, "batch_norm_mlp": BatchNormMLP}
-    return classes[kind](width) if kind in classes else nn.Identity()
+    return classes[kind](width) if isinstance(kind, str) and kind in classes else nn.Identity()
 
 
 class TanhMLP(nn.Sequential):

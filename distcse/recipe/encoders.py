@@ -10,7 +10,6 @@ from distcse.recipe.names import HubName
 from distcse.recipe.section import Section
 
 Pooling = Literal["cls", "mean", "max", "last_token", "mask"]
-Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
 SearchRole = Literal["query", "document"]
 Role = Literal[SearchRole, "text"]
 """What a text is to a search: a query, a document that queries find, or neither."""
@@ -81,6 +80,16 @@ class TrainedSection(EncoderSection):
         return self
 
 
+class IndexProjection(Section):
+    """A linear map up to a teacher's vectors, trained and saved as the model's last module (EmbedDistill, LEAF)."""
+
+    to: Annotated[int, Field(ge=0)]
+    """The teacher's place in `teachers.encoders`, from 0."""
+
+
+Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"] | IndexProjection
+
+
 class StudentSection(TrainedSection):
     """The student encoder."""
 
@@ -91,4 +100,10 @@ class StudentSection(TrainedSection):
     """Weight of the initial parameters in the evaluated and saved model (WiSE-FT, Wortsman et al. 2022, Eq. 1). Training
     continues from the unmixed ones."""
     projection: Projection = "tanh_mlp"
-    """Projection head between pooled vector and objective, in training only; it is not saved."""
+    """Projection head between pooled vector and objective, in training only and not saved; or `{to: 0}`, a map into
+    [a teacher's index](../methods/vector-targets.md#an-index-of-another-width), which is saved."""
+
+    @property
+    def index_of(self) -> int | None:
+        """The place of the teacher whose index the student searches by a linear map; None without one."""
+        return self.projection.to if isinstance(self.projection, IndexProjection) else None

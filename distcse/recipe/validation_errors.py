@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -51,6 +52,8 @@ def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, ...]
         section = section_in(place)[1]
         if isinstance(part, int):
             path.append(str(part))
+        elif _is_branch(place, part):
+            place = section
         elif get_origin(place) is dict:
             path.append(part)
             place = get_args(place)[1]
@@ -59,6 +62,15 @@ def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, ...]
             field = section.model_fields.get(part)
             place = field.annotation if field else None
     return tuple(path)
+
+
+def _is_branch(place: Any, part: str) -> bool:
+    """Return whether a part of a place in pydantic's sense names one of several kinds of value, of which one is a section."""
+    kinds = (
+        [kind for kind in get_args(place) if kind is not NoneType] if get_origin(place) in (Union, UnionType) else []
+    )
+    section = section_in(place)[1]
+    return len(kinds) > 1 and section is not None and part not in section.model_fields
 
 
 def _complaint(path: tuple[str, ...], errors: list[ErrorDetails], model: type[BaseModel], prefix: str) -> str:
@@ -77,9 +89,9 @@ def _complaint(path: tuple[str, ...], errors: list[ErrorDetails], model: type[Ba
     if kind == "string_pattern_mismatch":
         return f"{key} is {found!r:.200}; allowed: letters, digits, '.', '_' and '-', beginning with a letter or digit"
     kinds = {error["type"] for error in errors}
-    messages = [error["msg"] for error in errors]
-    if kinds & _MAPPINGS:
-        messages = [f"{_EXPECTED}a mapping"]
+    if kinds & _MAPPINGS:  # of other values only the choices are worth naming
+        errors = [error for error in errors if error["type"] in {*_MAPPINGS, "literal_error"}]
+    messages = [f"{_EXPECTED}a mapping" if error["type"] in _MAPPINGS else error["msg"] for error in errors]
     is_plain = all(message.startswith(_EXPECTED) for message in messages)
     allowed = " or ".join(dict.fromkeys(message.removeprefix(_EXPECTED) for message in messages))
     choices = re.findall("'([^']+)'", allowed)

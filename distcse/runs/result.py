@@ -198,7 +198,7 @@ def _student_card(recipe: Recipe, directory: RunDirectory, train_result: TrainRe
                 "to it."
             ),
         ],
-        files=[directory.projection] if directory.projection.exists() else [],
+        files=[directory.projection] if _projects_targets(recipe, directory) else [],
     )
 
 
@@ -230,6 +230,10 @@ def _teachers(recipe: Recipe) -> str:
     return "\n".join(["## Teachers", "", "| teacher | weight | pooling | tokens |", "|---|---|---|---|", *rows])
 
 
+def _projects_targets(recipe: Recipe, directory: RunDirectory) -> bool:
+    return directory.projection.exists() and recipe.student.index_of is None
+
+
 def _shared_space(recipe: Recipe, directory: RunDirectory) -> str:
     """Return which teachers' document embeddings the student can search, if it was trained on their vectors."""
     teachers = recipe.teachers.encoders
@@ -237,7 +241,7 @@ def _shared_space(recipe: Recipe, directory: RunDirectory) -> str:
     if not chosen:
         return ""
     named = " and ".join(f"`{backbone}`" for backbone in chosen)
-    if directory.projection.exists():
+    if _projects_targets(recipe, directory):
         kept = Projection.read(directory.projection).kept
         text = (
             f"Its vectors approximate those of {named}, each scaled by the root of its weight, concatenated, and multiplied "

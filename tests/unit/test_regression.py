@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from sentence_transformers import SentenceTransformer
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
+from distcse.models import Encoder
+from distcse.models.pooling import Dense
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.distillation_task import TrainSpec, train_student
+from distcse.runs.distillation.distillation_task import TrainSpec, initial_student, train_student
 from distcse.runs.distillation.experiment import DistillationTrials
 from distcse.runs.distillation.preparation import require_shared_projection
 from distcse.storage import open_store
@@ -153,6 +157,62 @@ def test_students_of_one_projection_lie_in_one_space(shared_recipe: MakeRecipe, 
         make_spec(shared_recipe(*ONTO_ALL, f"objective.regression.projection={narrow}"))
     with fails_with(InvalidValueError, "objective.regression.projection", str(tmp_path), "no projection.safetensors"):
         run(shared_recipe(*ONTO_ALL, f"objective.regression.projection={tmp_path}"), Reporter())
+
+
+def test_a_students_queries_search_an_index_of_another_width(shared_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """The map begins as the transpose of the projection, is trained, and is the saved folder's last module."""
+    up = (*ALONE[:3], "student.dropout=0.0", "student.projection={to: 0}", "objective.regression={teachers: [0]}")
+    recipe = shared_recipe(*up, "evaluation.dev=none", "training.max_steps=20", f"storage.runs={tmp_path}")
+    spec, tables = make_spec(recipe)
+    assert spec.targets is not None and spec.targets.projection is None
+    start = initial_student(recipe.student, spec.run)
+    assert start.dimension == tables[0].dimension != 32
+    texts, rows = [f"A sentence with {number} words." for number in range(20)], np.arange(64)
+    before = Encoder.from_section(recipe.student).encode(texts, normalize=False)
+    matrix = Projection.read((spec.run / "projection.safetensors").path).matrix
+    np.testing.assert_allclose(start.encode(texts, normalize=False), before @ matrix.T, atol=1e-5)
+    assert isinstance(start.head[-1], Dense)
+
+    done = run(recipe, Reporter())
+    trained = Encoder.load(done.directory.model)
+    assert trained.dimension == tables[0].dimension
+    corpus, targets = read_corpus(recipe, Reporter()), tables[0].vectors(rows)
+    errors = [
+        1 - (corpus.encode(rows, partial(each.encode, normalize=True)) * targets).sum(axis=1).mean()
+        for each in (start, trained)
+    ]
+    assert errors[1] < 0.9 * errors[0]
+    moved = trained.head[-1].linear.weight.detach().numpy()  # type: ignore[union-attr]
+    assert 0 < np.abs(moved - matrix).max() < 0.5
+    theirs = SentenceTransformer(str(done.directory.model), device="cpu").encode(texts)
+    np.testing.assert_allclose(theirs, trained.encode(texts), atol=1e-5)
+    (card,) = done.cards
+    assert any("embedded by that model" in section for section in card.sections) and not card.files
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["objective.regression={teachers: [1]}"],
+            ["student.projection.to is 0", "objective.regression.teachers: [0]"],
+        ),
+        (["objective.regression={}"], ["teachers [0, 1]", "objective.regression.teachers: [0]"]),
+        (["student.projection={to: 2}", "objective.regression={}"], ["student.projection.to is 2", "0 to 1"]),
+        (["objective.regression={teachers: [0], projection: runs/other}"], ["keep one of them"]),
+        (["objective.info_nce={}"], ["no term learns them", "objective.regression"]),
+        (["student.projection=up"], ["student.projection is 'up'", "tanh_mlp", "mapping", "student.projection.to"]),
+        (["student.projection={to: -1}"], ["student.projection.to is -1", "0"]),
+        (["student.projection={up: 0}"], ["unknown key student.projection.up", "to"]),
+    ],
+)
+def test_a_map_into_an_index_needs_that_teachers_vectors(
+    shared_recipe: MakeRecipe, overrides: list[str], words: list[str]
+) -> None:
+    with fails_with(InvalidValueError, *words):
+        shared_recipe(
+            *ALONE[:3], *([] if "student.projection" in overrides[0] else ["student.projection={to: 0}"]), *overrides
+        )
 
 
 def _opened(spec: TrainSpec) -> tuple[list[EmbeddingTable], Sequence[float]]:

@@ -221,18 +221,40 @@ class Recipe(BaseRecipe):
     @model_validator(mode="after")
     def _regression_fits_teachers_and_student(self) -> Recipe:
         if self.objective.regression is None:
+            if self.student.index_of is not None:
+                raise ValueError(
+                    "student.projection.to maps to a teacher's vectors, and no term learns them; write objective.regression: {}"
+                )
             return self
         chosen, count = self.objective.regression.teachers, len(self.teachers.encoders)
         if chosen is not None and (not chosen or len(set(chosen)) < len(chosen) or max(chosen) >= count):
             raise ValueError(
                 f"objective.regression.teachers is {chosen}; name some of the teachers 0 to {count - 1}, each once"
             )
-        if self.student.projection != "none":
+        if (index_of := self.student.index_of) is not None:
+            self._learns_the_index(index_of, self.objective.vector_teachers(count))
+        elif self.student.projection != "none":
             raise ValueError(
                 "objective.regression moves the vectors that are used, and nothing may stand between; "
                 "write student.projection: none"
             )
         return self
+
+    def _learns_the_index(self, index_of: int, learned: list[int]) -> None:
+        if index_of >= len(self.teachers.encoders):
+            raise ValueError(
+                f"student.projection.to is {index_of}; name one of the teachers 0 to {len(self.teachers.encoders) - 1}"
+            )
+        if learned != [index_of]:
+            raise ValueError(
+                f"student.projection.to is {index_of}, but objective.regression learns vectors of the teachers {learned}; "
+                f"write objective.regression.teachers: [{index_of}]"
+            )
+        if self.objective.projection_of is not None:
+            raise ValueError(
+                "student.projection.to maps up to one teacher's vectors, and objective.regression.projection joined vectors "
+                "down; keep one of them"
+            )
 
     @model_validator(mode="after")
     def _step_can_be_recorded(self) -> Recipe:

@@ -26,11 +26,12 @@ from distcse.models.detection import EditDetector, build_detector
 from distcse.models.fast_layers import worth_packing
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
+from distcse.runs.directory import PROJECTION
 from distcse.storage import ArtifactStore
 from distcse.teachers.candidates import Candidates
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.targets import TargetReader, TargetSpec
+from distcse.teachers.targets import Projection, TargetReader, TargetSpec
 from distcse.teachers.teacher import open_table_teacher, worker_tables
 from distcse.text import BatchSampler, CandidateSampler, Corpus, TokenTable
 from distcse.text.collate import Tokens, collate
@@ -186,15 +187,23 @@ class StudentModel(nn.Module):
         return views
 
 
-def build_encoder(section: StudentSection) -> StudentModel:
-    """Build a student of encoder and projection only. The projection's weights come from the global random state."""
+def initial_student(section: StudentSection, run: ArtifactStore | None) -> Encoder:
+    """Load a student as it is before training; without the folder of its run, before its map into a teacher's index."""
     encoder = Encoder.from_section(section)
+    if run is not None and section.index_of is not None:
+        encoder.append_linear(Projection.read((run / PROJECTION).path).matrix)
+    return encoder
+
+
+def build_encoder(section: StudentSection, run: ArtifactStore | None = None) -> StudentModel:
+    """Build a student of encoder and projection only. The projection's weights come from the global random state."""
+    encoder = initial_student(section, run)
     return StudentModel(encoder, build_projection(section.projection, encoder.dimension))
 
 
-def build_student(recipe: Recipe) -> StudentModel:
+def build_student(recipe: Recipe, run: ArtifactStore | None = None) -> StudentModel:
     """Build a recipe's student. The weights of the projection and the discriminator's head come from the global random state."""
-    student, objective = build_encoder(recipe.student), recipe.objective
+    student, objective = build_encoder(recipe.student, run), recipe.objective
     student.grad_cache = recipe.training.grad_cache_chunk is not None
     if (detection := objective.active(DetectionSection)) is not None:
         fresh = Encoder.from_section(recipe.student)
@@ -233,7 +242,7 @@ class DistillationTask:
         self._objective = build_objective(spec.recipe.objective)
         self._teachers: TeacherEnsemble | None = None
         torch.manual_seed(spec.recipe.seed)
-        self.model = build_student(spec.recipe)
+        self.model = build_student(spec.recipe, spec.run)
         self._interpolation = WeightInterpolation(self.model.encoder, spec.recipe.student.init_weight_mix)
         self._targets: TargetReader | None = None
         if spec.targets is not None and self._objective.needs_targets:

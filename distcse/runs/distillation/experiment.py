@@ -24,7 +24,7 @@ from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import NodeNeeds, joined_for_devices, model_memory, report_gpus, waited_for_nodes
 from distcse.runs.directory import RunDirectory, check_storage
 from distcse.runs.distillation.corpus import band_warnings, extent_of, fit_to_corpus, model_warnings, read_corpus
-from distcse.runs.distillation.distillation_task import TrainSpec, encoder_weights
+from distcse.runs.distillation.distillation_task import TrainSpec, encoder_weights, initial_student
 from distcse.runs.distillation.final_evaluation import ScoredStudent, contamination_of, final_scores, labelled_tasks
 from distcse.runs.distillation.preflight import recipe_questions, rehearse_run
 from distcse.runs.distillation.preparation import (
@@ -201,12 +201,13 @@ class OpenDistillation:
         recipe, directory, backend, reporter = self.prepared.recipe, self.directory, self.backend, self.reporter
         if not train_result.interrupted and not self.is_trial:
             report_warnings(warn_of_curve(train_result.state.scores, train_result.steps, recipe.training), reporter)
+        start = EncoderHandle(partial(initial_student, recipe.student, directory.store))
         student = EncoderHandle(partial(load_trained, recipe, directory.store))
         final = FinalScores(None, stopped=train_result.interrupted)
         _export(recipe, student, directory, backend, reporter)
         if not train_result.interrupted:
             students = [
-                ScoredStudent("start", recipe.student.backbone, self.prepared.initial_encoder),
+                ScoredStudent("start", recipe.student.backbone, start),
                 ScoredStudent("student", str(directory.model), student, trained=directory.model),
             ]
             final = final_scores(recipe, self.corpus, self.labelled, students, directory, backend, reporter)
@@ -246,7 +247,7 @@ def load_trained(recipe: Recipe, run: ArtifactStore) -> Encoder:
     folder = checkpoints.best() or checkpoints.latest()
     if folder is None:
         raise CheckpointError(f"{run} has no checkpoint; run again with --resume {run}")
-    encoder = Encoder.from_section(recipe.student)
+    encoder = initial_student(recipe.student, run)
     interpolation = WeightInterpolation(encoder, recipe.student.init_weight_mix)
     encoder.load_state_dict(interpolation.interpolate(encoder_weights(load_weights(folder))))
     return encoder.eval()

@@ -115,13 +115,15 @@ class PreparedCorpus:
     ) -> TargetSpec:
         """Locate the tables, and fit a projection of their joined vectors if those don't have the student's dimension.
 
-        Where the recipe names another run, its projection is copied.
+        Where the recipe names another run, its projection is copied. A student that maps up to its teacher's vectors begins with
+        the projection's transpose, and its targets are not projected.
         """
-        objective = self.recipe.objective
+        objective, maps_up = self.recipe.objective, self.recipe.student.index_of is not None
         spec = TargetSpec(tables, alphas)
         file = directory.store / PROJECTION
+        projected = spec if maps_up else replace(spec, projection=file)
         if has_projection(file, spec.key):
-            return replace(spec, projection=file)
+            return projected
         call = DeviceCall(
             "fit of the regression targets",
             partial(
@@ -131,13 +133,14 @@ class PreparedCorpus:
                 self.corpus.store,
                 file,
                 objective.projection_of,
+                maps_up,
             ),
             model_memory(self.recipe.student.backbone),
         )
         (is_fitted,) = backend.run_on_devices([call], student_needs(self.recipe).options(directory.path), reporter)
         if is_fitted:  # on another machine, perhaps
             directory.store.fetch(PROJECTION)
-        return replace(spec, projection=file) if is_fitted else spec
+        return projected if is_fitted else spec
 
 
 def _load(encoder: EncoderHandle, reporter: Reporter) -> None:
@@ -150,18 +153,19 @@ def _fit_projection(
     prepared: ArtifactStore,
     file: ArtifactStore,
     other_run: str | None,
+    maps_up: bool,
     reporter: Reporter,
 ) -> bool:
     """Fit and store a projection, unless one teacher's vectors have the student's dimension. `prepared` is the corpus's folder.
 
     Returns:
-        Whether the targets need the projection.
+        Whether it was stored.
     """
     if other_run is not None:
         Projection.of_run(other_run, file.name, spec.key, initial.get().dimension).write(file)
         return True
     encoder, corpus, targets = initial.get(), Corpus.open(prepared), spec.open()
-    if len(spec.tables) == 1 and targets.vectors(np.array([0])).shape[1] == encoder.dimension:
+    if not maps_up and len(spec.tables) == 1 and targets.vectors(np.array([0])).shape[1] == encoder.dimension:
         return False
     rows = np.random.default_rng(0).permutation(len(corpus))[: _FIT_ROWS + _KEPT_ROWS]
     fitted = len(rows) - min(_KEPT_ROWS, max(_MIN_KEPT, len(rows) // 10), len(rows) // 2)
