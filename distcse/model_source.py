@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from distcse.compat import fix_of_hub_error
-from distcse.devices.host import PACKAGE, package_folder
+from distcse.devices.host import PACKAGE, path_in_package
 from distcse.errors import ModelNotFoundError, first_line
 from distcse.recipe.names import hub_id
 from distcse.storage import ArtifactStore, Digest, checksum, open_store
@@ -91,13 +91,12 @@ def model_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
 
 
 def _in_package(name: str) -> Path:
-    package, _, subfolder = name.removeprefix(PACKAGE).partition("/")
-    root = package_folder(package)
-    if root is None:
-        raise ModelNotFoundError(f"{name}: package {package!r} is not installed; pip install {package}")
-    folder = root / subfolder
-    if ".." in Path(subfolder).parts or Path(subfolder).is_absolute() or not os.path.isdir(folder):
-        raise ModelNotFoundError(f"{name}: package {package!r} has no folder {subfolder!r}")
+    try:
+        folder = path_in_package(name)
+    except LookupError as error:
+        raise ModelNotFoundError(f"{name}: {error.args[0]}") from None
+    if not os.path.isdir(folder):
+        raise ModelNotFoundError(f"{name}: there is no folder {folder}")
     return folder
 
 

@@ -1,12 +1,11 @@
-"""Text and a search set from the docstrings of installed packages, parsed from source without importing them.
+"""Text to learn search from, and a set to measure it on: docstrings of installed packages, parsed without importing them.
 
     python examples/docstring_corpus.py PACKAGE ... --out FOLDER
 
-FOLDER/sentences.txt has the sentences, in hash order, so that its first lines sample all packages: train with
-`corpus.path=FOLDER/sentences.txt`. One documented object in ten is held out, by a hash of its name. FOLDER/search has up to 1,000
-of them as a retrieval set, summaries as queries and descriptions as documents: measure it with
-`python -m distcse evaluate MODEL --add retrieval:docstrings=FOLDER/search`. The quickstart's text (`distcse/text/samples`) was
-made by `numpy scipy pandas huggingface_hub`.
+FOLDER/queries.txt has the summaries and FOLDER/documents.txt the descriptions, in hash order, so that their first lines sample
+all packages: train with `search corpus.sources.0.path=FOLDER/queries.txt corpus.sources.1.path=FOLDER/documents.txt`. One in ten
+documented objects is held out, by a hash of its name; up to 1,000 of them are a retrieval set: `evaluation.data=FOLDER`.
+`distcse/text/samples` has the first 5,000 queries and all documents of `numpy scipy pandas huggingface_hub`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ _SKIPPED_FOLDERS = {"tests", "test", "testing", "_vendor", "vendor", "thirdparty
 _SKIPPED_FILES = re.compile(r"test_.*|.*_test\.py|conftest\.py")
 _LOG = logging.getLogger(__name__)
 
-_ALLOWED_WORDS = range(5, 61)
-_MIN_LETTERS = 0.8
-_MAX_CODE_WORDS = 0.2
+_SHORTEST_SUMMARY, _SHORTEST_DESCRIPTION = 4, 10
+"""Fewest words of a query and of a document."""
 
 # The first section of numpydoc, Google or reStructuredText style ends the prose.
 _SECTION = re.compile(
@@ -62,12 +60,6 @@ _ABBREVIATION = re.compile(
     r"(?:\b(?:[Ee]\.g|[Ii]\.e|etc|[Cc]f|vs|al|Figs?|Eqs?|Sec|Refs?|Vol|resp|approx|incl|No|Dr|Mr|St)\.|\b[A-Z]\.)$"
 )
 
-# Never in an English word: a dot or bracket inside, an underscore, an operator, a capital after a lowercase letter.
-_CODE_WORD = re.compile(r"\w[.(\[]\w|_|[=<>{}|@/]|[a-z][A-Z]|\(\)|--")
-# "As shown in [1]_." without its citation.
-_MISSING_CITATION = re.compile(r"\b(?:of|in|from|by|and|the|see|a)\.$", re.IGNORECASE)
-_CODE = re.compile(r"\\|https?:|www\.| = |==|->|=>|\{|\}|`|::|<\||\*\*|~")
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,23 +67,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     options = parser.parse_args()
     try:
-        sentences, found = (
-            docstring_sentences(options.packages),
-            held_out_documentation(options.packages)[:_SEARCH_SIZE],
-        )
+        queries, documents = training_texts(options.packages)
+        found = held_out_documentation(options.packages)[:_SEARCH_SIZE]
     except LookupError as error:
         sys.exit(str(error))
-    (options.out / "search").mkdir(parents=True, exist_ok=True)
-    (options.out / "sentences.txt").write_text("".join(f"{sentence}\n" for sentence in sentences), encoding="utf-8")
-    rows = {
-        "queries": [{"id": f"q{number}", "text": entry.summary} for number, entry in enumerate(found)],
-        "corpus": [{"id": f"d{number}", "text": entry.description} for number, entry in enumerate(found)],
-        "relevant": [{"query_id": f"q{number}", "corpus_id": f"d{number}"} for number in range(len(found))],
-    }
-    for name, lines in rows.items():
-        content = "".join(f"{json.dumps(line)}\n" for line in lines)
-        (options.out / "search" / f"{name}.jsonl").write_text(content, encoding="utf-8")
-    print(f"{len(sentences):,} sentences and {len(found):,} queries in {options.out}")
+    search = options.out / "retrieval" / "docstrings"
+    (search / "qrels").mkdir(parents=True, exist_ok=True)
+    write_lines(options.out / "queries.txt", queries)
+    write_lines(options.out / "documents.txt", documents)
+    numbered = list(enumerate(found))
+    write_lines(
+        search / "queries.jsonl", [json.dumps({"_id": f"q{n}", "text": entry.summary}) for n, entry in numbered]
+    )
+    write_lines(
+        search / "corpus.jsonl", [json.dumps({"_id": f"d{n}", "text": entry.description}) for n, entry in numbered]
+    )
+    judgements = [f"q{number}\td{number}\t1" for number, _ in numbered]
+    write_lines(search / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore", *judgements])
+    print(f"{len(queries):,} queries, {len(documents):,} documents, and a set of {len(found):,} in {options.out}")
+
+
+def write_lines(file: Path, lines: Sequence[str]) -> None:
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -109,10 +106,10 @@ class DocumentedObject:
     description: str
 
 
-def docstring_sentences(packages: Sequence[str]) -> list[str]:
-    """Return the distinct training sentences of packages, in hash order, so that any prefix samples all packages.
+def training_texts(packages: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the distinct summaries and descriptions of packages, in hash order, so that any prefix samples all packages.
 
-    One documented object in ten is held out, by a hash of its name. Its sentences are left out, wherever they occur.
+    One documented object in ten is held out, by a hash of its name. Texts with one of its sentences are left out.
 
     Args:
         packages: Importable names, such as `sklearn`.
@@ -122,12 +119,19 @@ def docstring_sentences(packages: Sequence[str]) -> list[str]:
     """
     everything = documented(tuple(packages))
     held_out = {_normalize(sentence) for entry in everything if is_held_out(entry) for sentence in _sentences_of(entry)}
-    found: dict[str, str] = {}
+    queries: dict[str, str] = {}
+    documents: dict[str, str] = {}
     for entry in everything:
-        if not is_held_out(entry):
-            for sentence in filter(is_sentence, _sentences_of(entry)):
-                found.setdefault(_normalize(sentence), sentence)
-    return [found[key] for key in sorted(found.keys() - held_out, key=_hash)]
+        if is_held_out(entry) or not held_out.isdisjoint(map(_normalize, _sentences_of(entry))):
+            continue
+        for text, shortest, found in (
+            (entry.summary, _SHORTEST_SUMMARY, queries),
+            (entry.description, _SHORTEST_DESCRIPTION, documents),
+        ):
+            if len(text.split()) >= shortest:
+                found.setdefault(_normalize(text), text)
+    by_hash = [[found[key] for key in sorted(found, key=_hash)] for found in (queries, documents)]
+    return by_hash[0], by_hash[1]
 
 
 def held_out_documentation(packages: Sequence[str]) -> list[DocumentedObject]:
@@ -144,8 +148,8 @@ def held_out_documentation(packages: Sequence[str]) -> list[DocumentedObject]:
     for entry in filter(is_held_out, documented(tuple(packages))):
         summary, description = _normalize(entry.summary), _normalize(entry.description)
         is_suitable = (
-            len(entry.summary.split()) >= 4
-            and len(entry.description.split()) >= 10
+            len(entry.summary.split()) >= _SHORTEST_SUMMARY
+            and len(entry.description.split()) >= _SHORTEST_DESCRIPTION
             and summary not in summaries
             and description not in descriptions
             and summary not in description
@@ -283,23 +287,6 @@ def split_sentences(text: str) -> list[str]:
         else:
             sentences.append(part)
     return sentences
-
-
-def is_sentence(text: str) -> bool:
-    """Return whether a text reads as one English sentence, by its length, ends, brackets and share of code."""
-    words = text.split()
-    if len(words) not in _ALLOWED_WORDS or not text[0].isupper() or text[-1] not in ".!?" or not text.isprintable():
-        return False
-    letters = sum(character.isalpha() or character == " " for character in text)
-    code = sum(_CODE_WORD.search(word.strip(".,;:!?()'\"")) is not None for word in words)
-    return (
-        letters >= _MIN_LETTERS * len(text)
-        and code <= _MAX_CODE_WORDS * len(words)
-        and _CODE.search(text) is None
-        and _MISSING_CITATION.search(text) is None
-        and all(text.count(opening) == text.count(closing) for opening, closing in ("()", "[]"))
-        and text.count('"') % 2 == 0
-    )
 
 
 def _ends_prose(line: str) -> bool:

@@ -133,6 +133,16 @@ def package_folder(package: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
+def path_in_package(name: str) -> Path:
+    """Return the path that `package:NAME/PATH` names, whether it exists or not; a `LookupError` if there is no such package."""
+    package, _, inside = name.removeprefix(PACKAGE).partition("/")
+    if (folder := package_folder(package)) is None:
+        raise LookupError(f"package {package!r} is not installed; pip install {package}")
+    if ".." in Path(inside).parts or Path(inside).is_absolute():
+        raise LookupError(f"package {package!r} has no {inside!r}; write a path inside it")
+    return folder / inside
+
+
 def pip_install(extra: str) -> str:
     """Return the command that installs an extra's packages; it needs no clone, and no release of distcse on an index."""
     return " ".join(("pip install", *(f'"{package}"' for package in _EXTRAS[extra])))

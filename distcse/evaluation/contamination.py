@@ -156,18 +156,18 @@ STS-B dev, a sample of the years' STS sets, contains 8.8 % of STS12 and less of 
 """
 
 
-def evaluation_sentences(section: CorpusSection, data: str | None, extra: Iterable[str] = ()) -> Excluded | None:
+def evaluation_sentences(section: CorpusSection, folder: Path | None, extra: Iterable[str] = ()) -> Excluded | None:
     """Return the sentences to exclude from a corpus: those of the labelled sets; None if the recipe excludes none."""
     if not section.exclude_evaluation:
         return None
     sentences = [*extra]
-    if data is not None:
-        tasks = published(Path(data), ("sts", "transfer", "pairs")).tasks
+    if folder is not None:
+        tasks = published(folder, ("sts", "transfer", "pairs")).tasks
         sentences += [text for task in tasks for text in task.sentences()]
-        if (dev := DatasetFolder(Path(data)).load(STSB_DEV)) is not None:
+        if (dev := DatasetFolder(folder).load(STSB_DEV)) is not None:
             sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique
     if not sentences:
-        raise EvaluationDataError(f"corpus.exclude_evaluation: {data} contains no labelled set; set evaluation.data")
+        raise EvaluationDataError(f"corpus.exclude_evaluation: {folder} contains no labelled set; set evaluation.data")
     return Excluded.of(sentences)
 
 

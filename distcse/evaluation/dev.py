@@ -23,7 +23,7 @@ from distcse.evaluation.tasks import EvalTask
 from distcse.evaluation.tasks.pairs import PairClassificationTask, TripletTask
 from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.tasks.sts import ScoredPairs, StsTask, sts_score
-from distcse.recipe import MutualRecipe, Recipe
+from distcse.recipe import MutualRecipe, Recipe, labelled_folder
 from distcse.storage import content_key
 
 
@@ -175,10 +175,10 @@ def read_dev(recipe: Recipe | MutualRecipe) -> Dev | None:
     if name == "none" or (name == "agreement" and not isinstance(recipe, MutualRecipe)):
         return None
     if name in DEV_SETS:
-        return LabelledDev.read(Path(str(recipe.evaluation.data)), name)
+        return LabelledDev.read(labelled_folder(recipe.evaluation.data), name)
     file = Path(name)
     if not file.is_absolute():
-        folder = Path(str(recipe.evaluation.data)) / "pairs" / name
+        folder = labelled_folder(recipe.evaluation.data) / "pairs" / name
         if (found := find_table(folder, "dev")) is None:
             raise EvaluationDataError(
                 f"evaluation.dev is {name!r}, but {folder} has no dev table; name a file: evaluation.dev=FILE.tsv"

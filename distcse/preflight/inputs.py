@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 from distcse.checks import Question, require
 from distcse.errors import EvaluationDataError, InvalidValueError
 from distcse.model_source import is_hub_id, resolve_model
-from distcse.recipe import BaseRecipe, CorpusSection, RecipeInputs
+from distcse.recipe import BaseRecipe, CorpusSection, RecipeInputs, labelled_folder
 from distcse.storage import is_uri
 from distcse.text import check_sources
 
@@ -38,10 +37,12 @@ def input_questions(recipe: BaseRecipe, needs_text: bool = True) -> list[Questio
 def _find_labelled(inputs: RecipeInputs) -> str:
     if inputs.labelled is None:
         raise InvalidValueError(f"{inputs.labelled_for}, but evaluation.data is not set; write evaluation.data: FOLDER")
-    if not Path(inputs.labelled).is_dir():
-        raise EvaluationDataError(
-            f"{inputs.labelled} is not a folder; correct evaluation.data (see docs/how-to/evaluate.md)"
-        )
+    try:
+        folder = labelled_folder(inputs.labelled)
+    except LookupError as error:
+        raise EvaluationDataError(f"evaluation.data {inputs.labelled}: {error.args[0]}") from None
+    if not folder.is_dir():
+        raise EvaluationDataError(f"{folder} is not a folder; correct evaluation.data (see docs/how-to/evaluate.md)")
     return inputs.labelled
 
 

@@ -2,7 +2,7 @@
 
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, RecipeInputs, recipe_classes, register_recipe
 from distcse.recipe.encoders import EncoderSection, Pooling, Projection, Role, StudentSection, TrainedSection
-from distcse.recipe.evaluation import EvaluationSection, RankInferenceSection
+from distcse.recipe.evaluation import EvaluationSection, RankInferenceSection, labelled_folder
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.kinds.family import FamilyRecipe, MemberSection
 from distcse.recipe.kinds.mutual import GroupSection, MutualRecipe, MutualSection
@@ -103,6 +103,7 @@ __all__ = [
     "TrainingSection",
     "WandbSection",
     "decided",
+    "labelled_folder",
     "load_recipe",
     "packaged_recipes",
     "packaged_spaces",

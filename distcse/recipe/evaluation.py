@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from distcse.devices.host import PACKAGE, path_in_package
 from distcse.recipe.names import is_path
 from distcse.recipe.section import Precision, Section
 
 Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement"]
+
+
+def labelled_folder(data: str | None) -> Path:
+    """Return where `evaluation.data`, which must be set, is on this machine. A `LookupError` if its package is not installed."""
+    return path_in_package(data) if data is not None and data.startswith(PACKAGE) else Path(str(data))
 
 
 _DEV_SCORES = ("auto", "stsb", "sickr", "stsb_sickr", "agreement", "none")
@@ -32,7 +39,7 @@ class EvaluationSection(Section):
     """Evaluation during training and at its end."""
 
     data: str | None = None
-    """Folder of labelled sets ([layout](../how-to/evaluate.md#the-data-folder))."""
+    """Folder of labelled sets ([layout](../how-to/evaluate.md#the-data-folder)); `package:NAME/FOLDER` is inside a package."""
     dev: str = "auto"
     """Score that selects the checkpoint: Spearman's correlation on `stsb` (dev), `sickr` (trial) or `stsb_sickr` (their mean);
     `agreement` with the teachers on held-out rows; [your own set](../how-to/evaluate.md#the-dev-set); or `none`, which takes

@@ -20,19 +20,15 @@ def absolute(path: str) -> str: ...
 @overload
 def absolute(path: str | None) -> str | None: ...
 def absolute(path: str | None) -> str | None:
-    """Make a path absolute; null stays null."""
-    return None if path is None else os.path.abspath(os.path.expanduser(path))
+    """Make a path absolute; null, and a path in a package, stay as they are."""
+    return path if path is None or path.startswith(PACKAGE) else os.path.abspath(os.path.expanduser(path))
 
 
 def absolute_paths(path: str | list[str] | None) -> str | list[str] | None:
     """Make a path, or each path of a list, absolute; files in packages, and addresses (refused later), stay as they are."""
     if isinstance(path, list):
-        return [_absolute_file(one) for one in path]
-    return None if path is None else _absolute_file(path)
-
-
-def _absolute_file(path: str) -> str:
-    return path if path.startswith(PACKAGE) else absolute_location(path)
+        return [absolute_location(one) for one in path]
+    return None if path is None else absolute_location(path)
 
 
 def is_path(name: str) -> bool:

@@ -78,8 +78,8 @@ class NodeNeeds:
 
 
 def evaluation_paths(data: str | None, dev: str) -> dict[str, Path]:
-    """Return the files of a recipe's `evaluation` that are read, by key."""
-    found = {} if data is None else {"evaluation.data": Path(data)}
+    """Return the files of a recipe's `evaluation` that are read, by key; those in a package are on every node."""
+    found = {} if data is None or data.startswith(host.PACKAGE) else {"evaluation.data": Path(data)}
     return {**found, "evaluation.dev": Path(dev)} if is_path(dev) else found
 
 

@@ -28,7 +28,7 @@ from distcse.evaluation import (
 )
 from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.events import LogMessage, Reporter
-from distcse.recipe import CorpusSection, MutualRecipe, Recipe
+from distcse.recipe import CorpusSection, MutualRecipe, Recipe, labelled_folder
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.storage import ArtifactStore, content_key
 from distcse.text import Excluded
@@ -51,7 +51,7 @@ def read_sets(recipe: Recipe | MutualRecipe, selected: Sequence[str], models: It
     dev, suites = read_dev(recipe), [suite for suite in SUITES if suite in selected]
     if not suites:
         return Tasks()
-    tasks = collect(Path(str(recipe.evaluation.data)), suites, [])
+    tasks = collect(labelled_folder(recipe.evaluation.data), suites, [])
     if dev is not None:
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
     return tasks
@@ -67,7 +67,8 @@ def measure_contamination(
 def excluded_sentences(recipe: Recipe | MutualRecipe, corpus: CorpusSection) -> Excluded | None:
     """Return the sentences that a recipe excludes from a corpus: those of its test and dev sets; None if it excludes none."""
     dev = _dev_sentences(recipe) if corpus.exclude_evaluation else []
-    return evaluation_sentences(corpus, recipe.evaluation.data, dev)
+    data = recipe.evaluation.data
+    return evaluation_sentences(corpus, None if data is None else labelled_folder(data), dev)
 
 
 def _dev_sentences(recipe: Recipe | MutualRecipe) -> list[str]:

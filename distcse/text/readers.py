@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from distcse.devices.host import PACKAGE, package_folder
+from distcse.devices.host import PACKAGE, path_in_package
 from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.storage import is_uri
 
@@ -79,10 +79,10 @@ def find_files(paths: Sequence[str]) -> list[Path]:
 
 
 def _in_package(path: str) -> Path:
-    package, _, inside = path.removeprefix(PACKAGE).partition("/")
-    if (folder := package_folder(package)) is None:
-        raise CorpusNotFoundError(f"corpus.path {path}: package {package!r} is not installed; pip install {package}")
-    return folder / inside
+    try:
+        return path_in_package(path)
+    except LookupError as error:
+        raise CorpusNotFoundError(f"corpus.path {path}: {error.args[0]}") from None
 
 
 def file_kind(file: Path) -> str:

@@ -347,6 +347,6 @@ def test_names_that_no_file_can_have(place: Path, name: str) -> None:
         ("evaluate", name, "--add", "sts=x.tsv"),
         ("evaluate", "x", "--data", name),
         ("evaluate", "x", "--add", f"sts={name}.tsv"),
-        ("embed", "quickstart", *corpus),
+        ("embed", "best-small", *corpus),
     ):
         call(command, arguments, place)

@@ -11,12 +11,7 @@ import pytest
 
 from distcse.evaluation.tasks.retrieval import RetrievalDataset
 from examples import docstring_corpus
-from examples.docstring_corpus import (
-    DocumentedObject,
-    docstring_sentences,
-    held_out_documentation,
-    is_sentence,
-)
+from examples.docstring_corpus import DocumentedObject, held_out_documentation, training_texts
 
 WriteFile = Callable[[str, str], Path]
 
@@ -50,15 +45,20 @@ def name_in(module: str, held_out: bool) -> str:
     return next(name for name in names if is_held_out(DocumentedObject(f"{module}.{name}", "", "")) == held_out)
 
 
-def test_held_out_sentences_are_excluded_from_other_objects_too(write: WriteFile) -> None:
+def test_texts_with_a_held_out_sentence_are_excluded(write: WriteFile) -> None:
     shared = "This one sentence stands in both of the places."
     held_out = f"Find all of the needles here.\n\n{shared} It continues with a description of some length."
     write("pkg_held/m.py", function(name_in("pkg_held.m", held_out=True), held_out))
-    learned = f"Look into the entire haystack.\n\n{shared.upper()[0]}{shared[1:].replace('one', 'ONE')} Nothing else is here now."
+    learned = f"Look into the entire haystack.\n\n{shared.replace('one', 'ONE')} Nothing else is here now."
     write("pkg_learned/m.py", function(name_in("pkg_learned.m", held_out=False), learned))
-    assert docstring_sentences(["pkg_learned"]) != []
-    found = docstring_sentences(["pkg_learned", "pkg_held"])
-    assert sorted(found) == ["Look into the entire haystack.", "Nothing else is here now."]
+    other = "Look into a barn.\n\nEverything that anybody has ever lost is somewhere in this barn."
+    write("pkg_learned/n.py", function(name_in("pkg_learned.n", held_out=False), other))
+    queries, documents = training_texts(["pkg_learned"])
+    assert len(queries) == len(documents) == 2
+    assert training_texts(["pkg_learned", "pkg_held"]) == (
+        ["Look into a barn."],
+        ["Everything that anybody has ever lost is somewhere in this barn."],
+    )
     [entry] = held_out_documentation(["pkg_learned", "pkg_held"])
     assert entry.summary == "Find all of the needles here." and entry.description.startswith(shared)
     assert entry.name.startswith("pkg_held.m.f")
@@ -67,7 +67,7 @@ def test_held_out_sentences_are_excluded_from_other_objects_too(write: WriteFile
 @pytest.mark.parametrize("name", ["no_such_package", "numpy.linalg", ""])
 def test_a_package_that_is_not_installed_is_an_error(name: str) -> None:
     with pytest.raises(LookupError, match=f"{name!r} is not installed"):
-        docstring_sentences([name])
+        training_texts([name])
 
 
 def test_the_command_writes_text_and_a_search_set(
@@ -82,16 +82,18 @@ def test_the_command_writes_text_and_a_search_set(
     monkeypatch.setattr(sys, "argv", ["docstring_corpus.py", "pkg_out", "--out", str(tmp_path / "out")])
     docstring_corpus.main()
     assert "pkg_out" not in sys.modules and gc.isenabled()
-    assert (tmp_path / "out" / "sentences.txt").read_text() == "Look into the entire haystack.\n"
-    found = RetrievalDataset.read(tmp_path / "out" / "search")
+    assert (tmp_path / "out" / "queries.txt").read_text() == "Look into the entire haystack.\n"
+    assert (tmp_path / "out" / "documents.txt").read_text() == ""
+    found = RetrievalDataset.read(tmp_path / "out" / "retrieval" / "docstrings")
     assert found.queries == ["Find all of the needles here."] and found.relevant == [{0: 1.0}]
 
 
 def test_numpy_is_prose() -> None:
-    found = docstring_sentences(["numpy"])
-    assert len(found) > 1500 and all(map(is_sentence, found))
-    assert len({sentence.lower() for sentence in found}) == len(found)
-    assert not any(mark in sentence for sentence in found for mark in ("``", ">>>", ":func:", "]_", "\\"))
+    queries, documents = training_texts(["numpy"])
+    found = [*queries, *documents]
+    assert len(queries) > 1000 and len(documents) > 200
+    assert len({text.lower() for text in queries}) == len(queries)
+    assert not any(mark in text for text in found for mark in ("``", ">>>", ":func:", "]_"))
     held_out = held_out_documentation(["numpy"])
     excluded = {entry.summary.lower() for entry in held_out}
-    assert len(held_out) > 40 and not excluded & {sentence.lower() for sentence in found}
+    assert len(held_out) > 40 and not excluded & {text.lower() for text in found}

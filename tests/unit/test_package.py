@@ -42,7 +42,7 @@ def test_a_wheel_has_all_files_of_the_package(tree: Path, tmp_path: Path) -> Non
         assert archive.read("distcse/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
     files = {file.relative_to(tree / "distcse").as_posix() for file in (tree / "distcse").rglob("*") if file.is_file()}
     assert not files - inside
-    assert {"recipes/quickstart.yaml", "spaces/rankcse-listnet.yaml", "text/samples/quickstart.txt.gz"} <= inside
+    assert {"recipes/quickstart.yaml", "spaces/rankcse-listnet.yaml", "text/samples/queries.txt.gz"} <= inside
 
 
 def test_the_package_page_has_urls_and_links_that_work_there(tree: Path) -> None:

@@ -92,7 +92,14 @@ _MODELS = [f"trans-encoder-{kind}-{size}" for kind in ("bert", "roberta", "mutua
 BINARY = [f"{model}-{task}" for model in _MODELS for task in ("qqp", "qnli", "mrpc")]
 OTHERS = {
     *("quickstart", "minilm-3layer", "best-small", "rankcse-in-rank-space", "minilm-mutual", "three-mutual"),
-    *("three-teachers", "three-teachers-family", "search", "trans-encoder-mutual-base-large"),
+    *(
+        "three-teachers",
+        "three-teachers-family",
+        "search",
+        "search-family",
+        "search-three-teachers",
+        "trans-encoder-mutual-base-large",
+    ),
     *("trans-encoder-bert-base-sickr", "trans-encoder-mutual-base-sickr"),
 }
 
@@ -273,7 +280,9 @@ INVALID_VALUES = {
     "training.deepspeed={steps_per_print: 1}": "write engine: deepspeed, or deepspeed: null",
     "training.dropout_rng_streams=3": "dropout_rng_streams is 3, which does not divide batch_size 128",
     "training.gradient_accumulation=7": "evaluation.eval_steps is 50, which is no multiple",
-    "corpus.dataset=x": ("gives path and dataset, but a corpus has one source; keep one, and set the other to null"),
+    "corpus.sources.0.dataset=x": (
+        "gives path and dataset, but a corpus has one source; keep one, and set the other to null"
+    ),
     "teachers.encoders=[]": "objective.regression needs teachers; add teachers.encoders, or write objective.regression: null",
     "teachers.encoders.0.endpoint={url: 'host:8080/v1'}": (
         "'host:8080/v1' is no address; write one such as http://host:8080/v1"

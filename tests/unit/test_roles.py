@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
+from distcse import check
 from distcse.errors import CorpusFormatError, CorpusNotFoundError, InvalidValueError
 from distcse.events import Reporter
 from distcse.models import Encoder, TokenizerSpec
@@ -31,6 +32,7 @@ from distcse.storage import open_store
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 from tests.failures import fails_with
+from tests.models import make_family
 
 PROMPTS = {"query": "query: ", "document": "passage: "}
 QUERIES = ["who plays a guitar", "what is broken", "A man is playing a guitar."]
@@ -229,3 +231,37 @@ def test_titles_need_columns(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n")
     with fails_with(CorpusFormatError, "a.txt", "no columns", "title_column"):
         prepared(CorpusSection(path=str(tmp_path / "a.txt"), title_column="title"), tmp_path)
+
+
+def test_a_recipe_of_todays_teachers_fits_folders_of_their_families(
+    search: CorpusSection, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    """A BERT with [CLS] pooling, a Qwen3 with last-token pooling and its own instruction for queries, and another BERT."""
+    instruction = "Instruct: Find passages\nQuery:"
+    qwen, paths = make_family(tmp_path / "qwen", "qwen3", sentences), [source.path for source in search.sources]
+    values = ["training.workers=0", "training.batch_size=4", "evaluation.num_heldout=0", "evaluation.dev=none"]
+    for number, (folder, pooling) in enumerate([(tiny("bert"), "cls"), (qwen, "last_token"), (tiny("minilm"), "cls")]):
+        saved = tmp_path / str(number)
+        Encoder.load(folder, pooling=pooling).save(saved)
+        if pooling == "last_token":
+            settings = json.loads((saved / "config_sentence_transformers.json").read_text())
+            settings["prompts"] = {"query": instruction, "document": ""}
+            (saved / "config_sentence_transformers.json").write_text(json.dumps(settings))
+        values += [
+            f"teachers.encoders.{number}.backbone={saved}",
+            f"corpus.sources.{number % 2}.path={paths[number % 2]}",
+        ]
+    values += [
+        f"{path}.max_length={{query: 16, document: 32}}"
+        for path in ("student", *(f"teachers.encoders.{number}" for number in range(3)))
+    ]
+    values += [f"student.backbone={tiny('bert')}", f"storage.cache={tmp_path}", f"storage.runs={tmp_path}"]
+    recipe = load_recipe("search-three-teachers", values)
+    check(recipe, listen=lambda event: None)
+    readings = [Encoder.from_section(teacher).reading("query") for teacher in recipe.teachers.encoders]
+    represent = "Represent this sentence for searching relevant passages: "
+    assert [(each.prompt, each.max_length) for each in readings] == [
+        (represent, 16),
+        (instruction, 16),
+        (represent, 16),
+    ]

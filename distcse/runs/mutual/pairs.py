@@ -19,7 +19,7 @@ from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.models import TokenizerSpec, model_fingerprint, resolve_model
 from distcse.models.folder import ModelFolder
 from distcse.preflight.warnings import report_warnings, warn_of_cut_rows, warn_of_unknown_tokens
-from distcse.recipe import KINDS, GroupSection, MutualRecipe
+from distcse.recipe import KINDS, GroupSection, MutualRecipe, labelled_folder
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.mutual.final_evaluation import labelled_tasks
 from distcse.runs.mutual.mining import mine_pairs, mining_memory, prepare_mining, sample_pairs
@@ -106,7 +106,7 @@ def _files(recipe: MutualRecipe) -> list[Path]:
     if section.task is None:
         paths = [section.path] if isinstance(section.path, str) else section.path or []
         return [Path(path) for path in paths]
-    roots = [Path(str(recipe.evaluation.data)) / suite for suite in ("pairs", "sts")]
+    roots = [labelled_folder(recipe.evaluation.data) / suite for suite in ("pairs", "sts")]
     folder = next((root / section.task for root in roots if (root / section.task).is_dir()), roots[0] / section.task)
     files = sorted(file for file in folder.glob("*") if file.name.endswith(ENDINGS))
     if not files:
