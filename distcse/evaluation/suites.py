@@ -118,7 +118,7 @@ class DatasetFolder:
         if suite == "retrieval":
             folders = [folder for folder in sorted((self.data / "retrieval").glob("*")) if is_retrieval_set(folder)]
             if folders:
-                return [RetrievalTask(folder.name, RetrievalDataset.read(folder)) for folder in folders]
+                return [_retrieval_task(folder.name, folder, self.warnings) for folder in folders]
             stsb = self._scored_pairs(STSB)
             return [RetrievalTask(STSB.name, RetrievalDataset.paraphrases(stsb))] if stsb else []
         sets = [pairs for known in STS if (pairs := self._scored_pairs(known))]
@@ -228,7 +228,7 @@ def collect(
 
 def _custom_task(custom: CustomSet, aggregate: Aggregate, warnings: list[str]) -> EvalTask:
     if custom.suite == "retrieval":
-        return RetrievalTask(custom.name, RetrievalDataset.read(custom.path))
+        return _retrieval_task(custom.name, custom.path, warnings)
     if custom.suite == "transfer":
         return TransferTask.of(custom.name, _splits(custom.path))
     every = read_table(custom.path)
@@ -250,6 +250,12 @@ def _custom_task(custom: CustomSet, aggregate: Aggregate, warnings: list[str]) -
             )
         return task
     return GeometryTask(pairs) if custom.suite == "geometry" else StsTask(pairs, aggregate)
+
+
+def _retrieval_task(name: str, folder: Path, warnings: list[str]) -> RetrievalTask:
+    dataset = RetrievalDataset.read(folder)
+    warnings += dataset.warnings
+    return RetrievalTask(name, dataset)
 
 
 def _splits(path: Path) -> dict[str, Table]:

@@ -7,7 +7,7 @@ All are means over queries, times 100. On ties, an irrelevant document ranks bef
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from distcse.errors import EvaluationDataError, EvaluationFormatError
 from distcse.evaluation.bootstrap import MeanOf
 from distcse.evaluation.models import VectorModel
-from distcse.evaluation.tables import ENDINGS, Table, describe_row, find_table, read_table
+from distcse.evaluation.tables import EMPTY_TEXT, ENDINGS, Table, describe_row, find_table, read_table
 from distcse.evaluation.tasks import TaskResult
 from distcse.evaluation.tasks.sts import ScoredPairs
 from distcse.recipe import Role
@@ -44,6 +44,8 @@ class RetrievalDataset:
     excluded: list[int | None]
     roles: tuple[Role, Role] = field(default=("query", "document"), compare=False)
     """Roles of queries and documents."""
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    """Rows without effect, and documents without text: a line for each kind, with the first row."""
 
     @classmethod
     def paraphrases(cls, pairs: ScoredPairs) -> RetrievalDataset:
@@ -74,31 +76,39 @@ class RetrievalDataset:
 
         Files are .tsv, .csv, .jsonl (each also .gz) or .parquet. BEIR's layout works too: its column names (`_id`, `query-id`,
         `corpus-id`), and judgements in `qrels/test`, or else `qrels/dev`. As in BEIR, a document with the query's id is not
-        ranked, and queries without relevant documents are left out.
+        ranked, scores of 0 and below are not relevant, and queries without relevant documents are left out.
+
+        Raises:
+            EvaluationFormatError: An id is repeated or unknown, a query is empty, or a pair has two scores.
         """
         queries, corpus = (read_table(_file(folder, name)) for name in ("queries", "corpus"))
-        relevant = read_table(_judgements(folder))
-        texts, indices = _by_id(queries), {key: index for index, key in enumerate(_by_id(corpus))}
+        texts, documents, judgements = _by_id(queries), _by_id(corpus), read_table(_judgements(folder))
+        if empty := _empty_rows(texts):
+            raise EvaluationFormatError(
+                f"{describe_row(queries.file, empty[0])}: the query is empty; write its text, or remove it"
+            )
+        scores, warnings = _read_scores(judgements, {queries.file: texts, corpus.file: documents})
+        indices = {key: index for index, key in enumerate(documents)}
         gains: dict[str, dict[int, float]] = {}
-        query_ids = relevant.labels(relevant.find_column("query_id", "query-id"))
-        document_ids = relevant.labels(relevant.find_column("corpus_id", "corpus-id"))
-        scores = relevant.numbers("score").tolist() if "score" in relevant.columns else [1.0] * len(relevant)
-        for row, (query, document, score) in enumerate(zip(query_ids, document_ids, scores, strict=True)):
-            for key, known, file in ((query, texts, queries.file), (document, indices, corpus.file)):
-                if key not in known:
-                    raise EvaluationFormatError(
-                        f"{describe_row(relevant.file, row)}: {key!r} is not an id in {file}; add it"
-                    )
+        for (query, document), score in scores.items():
             if score > 0:
                 gains.setdefault(query, {})[indices[document]] = score
         if not gains:
-            raise EvaluationFormatError(f"{relevant.file}: no row has a score above 0; add one")
+            raise EvaluationFormatError(f"{judgements.file}: no row has a score above 0; add one")
+        if left_out := [row for row, query in enumerate(texts) if query not in gains]:
+            warnings.append(
+                f"{_first_of(queries, left_out)}: the query has no relevant document in {judgements.file} and is left out, as in "
+                "BEIR"
+            )
+        if empty := _empty_rows(documents):
+            warnings.append(f"{_first_of(corpus, empty)}: the document has no text")
         with_relevant = [query for query in texts if query in gains]
         return cls(
             [texts[query] for query in with_relevant],
-            list(_by_id(corpus).values()),
+            [text or EMPTY_TEXT for text in documents.values()],
             [gains[query] for query in with_relevant],
             [indices.get(query) for query in with_relevant],
+            warnings=tuple(warnings),
         )
 
 
@@ -183,8 +193,8 @@ def _ndcg(ranks: NDArray[np.int64], gains: NDArray[np.float64]) -> float:
 
 
 def _by_id(table: Table) -> dict[str, str]:
-    """Map ids to texts; a title is put before its text, as in BEIR."""
-    ids, texts = table.labels(table.find_column("id", "_id")), table.texts("text")
+    """Map ids to texts, of which some may be empty; a title is put before its text, as in BEIR."""
+    ids, texts = table.labels(table.find_column("id", "_id")), table.columns[table.find_column("text")]
     titles = table.columns.get("title", [""] * len(table))
     entries: dict[str, str] = {}
     for row, (key, title, text) in enumerate(zip(ids, titles, texts, strict=True)):
@@ -192,8 +202,56 @@ def _by_id(table: Table) -> dict[str, str]:
             raise EvaluationFormatError(
                 f"{describe_row(table.file, row)}: id {key!r} is repeated; remove one of the rows"
             )
-        entries[key] = f"{title} {text}" if title else text
+        entries[key] = " ".join(part for part in (title, text) if part.strip())
     return entries
+
+
+def _empty_rows(texts: Mapping[str, str]) -> list[int]:
+    return [row for row, text in enumerate(texts.values()) if not text]
+
+
+def _read_scores(
+    judgements: Table, texts: Mapping[Path, Mapping[str, str]]
+) -> tuple[dict[tuple[str, str], float], list[str]]:
+    """Return the scores by the ids of query and document, and warnings.
+
+    Args:
+        judgements: A pair of ids per row.
+        texts: Texts by id, of the queries and of the documents, by their files.
+    """
+    query_ids = judgements.labels(judgements.find_column("query_id", "query-id"))
+    document_ids = judgements.labels(judgements.find_column("corpus_id", "corpus-id"))
+    numbers = judgements.numbers("score").tolist() if "score" in judgements.columns else [1.0] * len(judgements)
+    scores: dict[tuple[str, str], float] = {}
+    repeated, negative = [], []
+    for row, (*pair, score) in enumerate(zip(query_ids, document_ids, numbers, strict=True)):
+        for key, (file, known) in zip(pair, texts.items(), strict=True):
+            if key not in known:
+                raise EvaluationFormatError(
+                    f"{describe_row(judgements.file, row)}: {key!r} is not an id in {file}; add it"
+                )
+        query, document = pair
+        if (query, document) in scores:
+            if score != (earlier := scores[query, document]):
+                raise EvaluationFormatError(
+                    f"{describe_row(judgements.file, row)}: {query!r} and {document!r} have score {score:g} here and {earlier:g} "
+                    "above; remove one of the rows"
+                )
+            repeated.append(row)
+        if score < 0:
+            negative.append(row)
+        scores[query, document] = score
+    warnings = []
+    if repeated:
+        warnings.append(f"{_first_of(judgements, repeated)}: the row equals an earlier one and counts once")
+    if negative:
+        warnings.append(f"{_first_of(judgements, negative)}: the score is below 0 and counts as 0")
+    return scores, warnings
+
+
+def _first_of(table: Table, rows: Sequence[int]) -> str:
+    """Return the place of the first of some rows and, if there are several, their number."""
+    return describe_row(table.file, rows[0]) + (f" (first of {len(rows):,} rows)" if len(rows) > 1 else "")
 
 
 def is_retrieval_set(folder: Path) -> bool:
