@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from distcse.evaluation.results import (
     ModelInfo,
     Score,
     averaged_sets,
+    mean_ndcg,
 )
 from distcse.evaluation.suites import PUBLISHED, Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
@@ -151,8 +152,12 @@ def compare_models(
     settings: Mapping[str, str] | None = None,
     started_at: float,
     base: str | None = None,
+    teachers: Collection[str] = (),
 ) -> Evaluation:
-    """Compare the models' results with those of one of them."""
+    """Compare the models' results with those of one of them (`base`; default: the first).
+
+    Retrieval is compared with the best of the `teachers`, if any of them was measured: the one with the highest mean nDCG@10.
+    """
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
     for name, model_results in with_agreement(
@@ -164,15 +169,19 @@ def compare_models(
             details.setdefault(suite, {}).setdefault(dataset, {})[name] = dict(result.details)
     names = [model.info.name for model in results]
     base = base if base in names else names[0]
+    scores = _score_columns(estimates)
+    ndcg = mean_ndcg(scores)
+    of_teachers = {} if ndcg is None else {name: ndcg.values[name] for name in teachers if name in ndcg.values}
     return Evaluation(
         models=[model.info for model in results],
         base=base,
-        scores=_score_columns(estimates),
+        scores=scores,
         details=details,
         missing=tasks.missing,
         warnings=tasks.warnings,
         settings=settings or {},
         seconds=time.perf_counter() - started_at,
+        references={"retrieval": max(of_teachers, key=of_teachers.__getitem__)} if of_teachers else {},
     )
 
 

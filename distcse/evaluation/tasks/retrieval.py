@@ -25,6 +25,8 @@ from distcse.recipe import Role
 
 CUTOFFS = (1, 5, 10, 100)
 _CUTOFF = 10
+NDCG = f"ndcg@{_CUTOFF}"
+"""The measure that says which model retrieves best."""
 _SPLITS = ("test", "dev", "validation")
 """Files of judgements in `qrels`; the first that exists is read."""
 _TOP_SCORE = 5.0
@@ -149,7 +151,7 @@ class RetrievalTask:
         gains = [np.array(list(gain.values())) for gain in dataset.relevant]
         ndcg = np.array([_ndcg(query_ranks, gain) for query_ranks, gain in zip(ranks, gains, strict=True)])
         scores = {
-            f"ndcg@{_CUTOFF}": MeanOf(ndcg, items),
+            NDCG: MeanOf(ndcg, items),
             f"mrr@{_CUTOFF}": MeanOf(np.where(best <= _CUTOFF, 1 / best, 0.0), items),
         }
         return TaskResult(

@@ -152,8 +152,8 @@ def final_scores(
             )
         )
     teachers, first_teacher = recipe.teachers.encoders, len(calls)
-    for number, section in enumerate(teachers):
-        name = "teacher" if len(teachers) == 1 else f"teacher {number}"
+    names = ["teacher"] if len(teachers) == 1 else [f"teacher {number}" for number in range(len(teachers))]
+    for name, section in zip(names, teachers, strict=True):
         call = partial(_measure_teacher, name, section, precision, shared)
         memory = model_memory(section.backbone if section.loads_model else None)
         calls.append(DeviceCall(f"evaluation of {name}", call, memory))
@@ -171,7 +171,7 @@ def final_scores(
         results = [
             _without_vectors(model) if model.info.name == itself else _with_agreement(model, mixed) for model in results
         ]
-    return compare_measured(results, tasks, calls, returned, precision, started_at)
+    return compare_measured(results, tasks, calls, returned, precision, started_at, names)
 
 
 class _Measured(NamedTuple):
