@@ -135,6 +135,9 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
         if isinstance(task, TransferTask):
             progress = partial(reporter.advance, f"{task.name} fits", total=None, unit="done")
             measured = replace(task, on_progress=progress)
+        elif isinstance(task, RetrievalTask):
+            progress = partial(reporter.advance, f"{task.name} search", total=None, unit="products")
+            measured = replace(task, on_progress=progress)
         results[task.suite, task.name] = measured.measure(model)
     info = _describe_model(candidate, tasks.tasks)
     if tasks.timed_texts and not isinstance(model, Ensemble):

@@ -7,7 +7,7 @@ All are means over queries, times 100. On ties, an irrelevant document ranks bef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError
 from distcse.evaluation.bootstrap import MeanOf
+from distcse.evaluation.exact_search import relevant_ranks
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import EMPTY_TEXT, ENDINGS, Table, describe_row, find_table, read_table
 from distcse.evaluation.tasks import TaskResult
@@ -31,8 +32,6 @@ _SPLITS = ("test", "dev", "validation")
 """Files of judgements in `qrels`; the first that exists is read."""
 _TOP_SCORE = 5.0
 """Gold score of a pair whose sentences have the same meaning."""
-_BLOCK_SIZE = 1 << 26
-"""Number of cosines per block: 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,8 @@ class RetrievalTask:
     """Model that encodes the documents, such as the teacher of a student with the same space; None is the evaluated model."""
     suite: str = "retrieval"
     pairs_only: bool = False
+    on_progress: Callable[[int], None] | None = field(default=None, compare=False)
+    """Called with the number of queries and documents compared so far, in a search of several blocks."""
 
     def sentences(self) -> Iterable[str]:
         return [*self.dataset.queries, *(self.dataset.documents if self.document_model is None else [])]
@@ -137,9 +138,18 @@ class RetrievalTask:
         """Measure `ndcg@10`, `mrr@10` and `recall@1`, `@5`, `@10` and `@100`."""
         dataset = self.dataset
         of_queries, of_documents = dataset.roles
+        encoder = self.document_model or model
         queries = model.unit_vectors(dataset.queries, of_queries)
-        documents = (self.document_model or model).unit_vectors(dataset.documents, of_documents)
-        ranks = relevant_ranks(queries, documents, dataset)
+        encoder.prepare(dataset.documents, of_documents)
+        ranks = relevant_ranks(
+            queries,
+            lambda block: encoder.unit_vectors(dataset.documents[block], of_documents),
+            len(dataset.documents),
+            [list(gains) for gains in dataset.relevant],
+            dataset.excluded,
+            model.device,
+            self.on_progress,
+        )
         items = f"queries/{self.name}"
         recalls = {
             f"recall@{k}": MeanOf(
@@ -159,32 +169,6 @@ class RetrievalTask:
             {**recalls, **scores} if dataset.roles == ("text", "text") else {**scores, **recalls},
             {"queries": len(ranks), "documents": len(dataset.documents)},
         )
-
-
-def relevant_ranks(
-    queries: NDArray[np.floating], documents: NDArray[np.floating], dataset: RetrievalDataset
-) -> list[NDArray[np.int64]]:
-    """Compute the rank, from 1, of each relevant document of each query, in the order of `dataset.relevant`.
-
-    Args:
-        queries: (n, d) unit vectors.
-        documents: (m, d) unit vectors.
-        dataset: Which documents are relevant.
-    """
-    ranks = []
-    block_size = max(1, _BLOCK_SIZE // len(documents))
-    for start in range(0, len(queries), block_size):
-        cosines = queries[start : start + block_size] @ documents.T
-        for row, cosine in enumerate(cosines, start=start):
-            relevant = np.fromiter(dataset.relevant[row], dtype=np.int64)
-            relevant_cosines = cosine[relevant]
-            cosine[relevant] = -np.inf
-            if (excluded := dataset.excluded[row]) is not None:
-                cosine[excluded] = -np.inf
-            num_nearer = (cosine[None, :] >= relevant_cosines[:, None]).sum(axis=1)
-            rank_among_relevant = np.argsort(np.argsort(-relevant_cosines, kind="stable"), kind="stable")
-            ranks.append(num_nearer + rank_among_relevant + 1)
-    return ranks
 
 
 def _ndcg(ranks: NDArray[np.int64], gains: NDArray[np.float64]) -> float:
