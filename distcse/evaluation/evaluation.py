@@ -110,6 +110,7 @@ def evaluate(
     for candidate in candidates:
         try:
             results.append(measure_model(candidate, tasks, reporter))
+            results += _measure_formats(candidate, results[-1], tasks, reporter)
         except StoppedEarlyError:
             if not results:
                 raise
@@ -136,8 +137,7 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
             progress = partial(reporter.advance, f"{task.name} fits", total=None, unit="done")
             measured = replace(task, on_progress=progress)
         elif isinstance(task, RetrievalTask):
-            progress = partial(reporter.advance, f"{task.name} search", total=None, unit="products")
-            measured = replace(task, on_progress=progress)
+            measured = _reporting_search(task, reporter)
         results[task.suite, task.name] = measured.measure(model)
     info = _describe_model(candidate, tasks.tasks)
     if tasks.timed_texts and not isinstance(model, Ensemble):
@@ -146,6 +146,35 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
     note = f"{len(supported)} {'set' if len(supported) == 1 else 'sets'}, {model.seconds:.1f} s in the model"
     reporter.emit(StageProgress(name, len(supported), len(supported), "sets", finished=True, note=note))
     return ModelResults(info, default_device(), results)
+
+
+def _reporting_search(task: RetrievalTask, reporter: Reporter) -> RetrievalTask:
+    progress = partial(reporter.advance, f"{task.name} search", total=None, unit="products")
+    return replace(task, on_progress=progress)
+
+
+def _measure_formats(
+    candidate: Candidate, measured: ModelResults, tasks: Tasks, reporter: Reporter
+) -> list[ModelResults]:
+    """Measure retrieval in each format that changes the vectors of a model, which has encoded its texts."""
+    found, info = [], measured.info
+    if not isinstance(candidate.model, VectorModel):
+        return []
+    for number, each in enumerate(tasks.formats):
+        reporter.advance(info.name, number, len(tasks.formats), f"formats, now {each}")
+        width = each.dimensions or info.dimensions
+        if each.dimensions is not None and each.dimensions >= info.dimensions:
+            continue
+        results = {}
+        for task in tasks.tasks:
+            if isinstance(task, RetrievalTask):
+                search = replace(_reporting_search(task, reporter), format=each)
+                results[task.suite, task.name] = search.measure(candidate.model)
+        about = replace(
+            info, name=f"{info.name}, {each}", dimensions=width, seconds=0.0, sentences_per_s=None, latency_ms=None
+        )
+        found.append(replace(measured, info=about, results=results))
+    return found
 
 
 def compare_models(

@@ -55,10 +55,14 @@ def relevant_ranks(
             if on_progress is not None:
                 on_progress(before + each * compared)
 
-        size = max(1, min(BLOCK_DOCUMENTS, BLOCK_PRODUCTS // len(ours)))
-        blocks = [slice(at, min(at + size, num_documents)) for at in range(0, num_documents, size)]
+        blocks = split(num_documents, max(1, min(BLOCK_DOCUMENTS, BLOCK_PRODUCTS // len(ours))))
         ranks += _ranks_of(ours, documents, blocks, relevant[part], excluded[part], device, report)
     return ranks
+
+
+def split(count: int, size: int) -> list[slice]:
+    """Split a number of documents into blocks of a size."""
+    return [slice(at, min(at + size, count)) for at in range(0, count, size)]
 
 
 def _ranks_of(

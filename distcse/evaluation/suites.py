@@ -21,6 +21,7 @@ from distcse.evaluation.tasks.ranking import MIN_PARTNERS, RankingTask
 from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask, is_retrieval_set
 from distcse.evaluation.tasks.sts import Aggregate, ScoredPairs, StsTask
 from distcse.evaluation.tasks.transfer import TransferTask
+from distcse.evaluation.vector_formats import VectorFormat
 from distcse.storage import content_key
 
 Suite = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval"]
@@ -159,6 +160,8 @@ class Tasks:
     warnings: list[str] = field(default_factory=list)
     timed_texts: list[str] = field(default_factory=list)
     """Texts on which the speed of each model is measured; empty measures none."""
+    formats: list[VectorFormat] = field(default_factory=list)
+    """Formats in which the vectors of each model are measured again, in retrieval."""
 
     def first_sentences(self) -> list[str]:
         """Return the sentences of the first task, on which speed can be measured; none without a task."""

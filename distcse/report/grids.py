@@ -54,7 +54,7 @@ MEASURES = {
 }
 _TABLE_PER_MEASURE = ("sts", "transfer", "pairs", "triplets", "ranking", "agreement", "dev")
 _UNITS_OF_ONE = ("alignment", "uniformity")
-LOWER_IS_BETTER = ("alignment", "uniformity")
+LOWER_IS_BETTER = ("alignment", "uniformity", "bytes")
 TRANSDUCTIVE = "‡"
 NOTICED = "†"
 
@@ -159,6 +159,8 @@ def _kept_ndcg(evaluation: Evaluation) -> list[str]:
 
 def number(measure: str, value: float) -> str:
     """Format a score as tables show it."""
+    if measure == "bytes":
+        return f"{value:,.0f}"
     return f"{value:.3f}" if measure in _UNITS_OF_ONE else f"{value:.2f}"
 
 

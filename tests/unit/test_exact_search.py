@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from distcse.evaluation import RetrievalDataset, RetrievalTask, VectorModel, exact_search, models
 from distcse.evaluation.exact_search import relevant_ranks
+from distcse.evaluation.vector_formats import VectorFormat
 from tests.gpusim import Simulation
 
 DRAW = np.random.default_rng(0)
@@ -80,3 +83,8 @@ def test_a_set_is_encoded_once_and_its_vectors_are_kept_in_blocks(monkeypatch: p
     monkeypatch.setattr(models, "TEXTS_PER_BLOCK", 100)
     assert RetrievalTask("set", dataset).measure(VectorModel(encode)).scores["ndcg@10"].value == expected
     assert [len(texts) for texts in calls] == [23, 100, 100, 90]
+    calls.clear()
+    model, task = VectorModel(encode), RetrievalTask("set", dataset)
+    for stored in (None, VectorFormat(4), VectorFormat(None, "int8"), VectorFormat(4, "binary")):
+        replace(task, format=stored).measure(model)
+    assert len(calls) == 4  # other formats are made of the same vectors

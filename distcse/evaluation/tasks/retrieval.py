@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError
-from distcse.evaluation.bootstrap import MeanOf
-from distcse.evaluation.exact_search import relevant_ranks
+from distcse.evaluation.bootstrap import Fixed, MeanOf
+from distcse.evaluation.exact_search import BLOCK_DOCUMENTS, relevant_ranks, split
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import EMPTY_TEXT, ENDINGS, Table, describe_row, find_table, read_table
 from distcse.evaluation.tasks import TaskResult
 from distcse.evaluation.tasks.sts import ScoredPairs
+from distcse.evaluation.vector_formats import VectorFormat
 from distcse.recipe import Role
 
 CUTOFFS = (1, 5, 10, 100)
@@ -124,6 +125,8 @@ class RetrievalTask:
     """Model that encodes the documents, such as the teacher of a student with the same space; None is the evaluated model."""
     suite: str = "retrieval"
     pairs_only: bool = False
+    format: VectorFormat | None = field(default=None, compare=False)
+    """Format of the compared vectors. Default: as the model outputs them."""
     on_progress: Callable[[int], None] | None = field(default=None, compare=False)
     """Called with the number of queries and documents compared so far, in a search of several blocks."""
 
@@ -135,16 +138,20 @@ class RetrievalTask:
         return replace(self, name=f"{self.name}, documents by {name}", document_model=model)
 
     def measure(self, model: VectorModel) -> TaskResult:
-        """Measure `ndcg@10`, `mrr@10` and `recall@1`, `@5`, `@10` and `@100`."""
+        """Measure `ndcg@10`, `mrr@10` and `recall@1`, `@5`, `@10` and `@100`; with a format, also `bytes` of a vector."""
         dataset = self.dataset
         of_queries, of_documents = dataset.roles
-        encoder = self.document_model or model
+        encoder, count = self.document_model or model, len(dataset.documents)
         queries = model.unit_vectors(dataset.queries, of_queries)
         encoder.prepare(dataset.documents, of_documents)
+
+        def documents(block: slice) -> NDArray[np.float32]:
+            return encoder.unit_vectors(dataset.documents[block], of_documents)
+
+        stored = self.format or VectorFormat()
         ranks = relevant_ranks(
-            queries,
-            lambda block: encoder.unit_vectors(dataset.documents[block], of_documents),
-            len(dataset.documents),
+            *stored.apply(queries, documents, split(count, BLOCK_DOCUMENTS)),
+            count,
             [list(gains) for gains in dataset.relevant],
             dataset.excluded,
             model.device,
@@ -164,10 +171,11 @@ class RetrievalTask:
             NDCG: MeanOf(ndcg, items),
             f"mrr@{_CUTOFF}": MeanOf(np.where(best <= _CUTOFF, 1 / best, 0.0), items),
         }
+        size = {} if self.format is None else {"bytes": Fixed(stored.size_bytes(queries.shape[1]))}
         return TaskResult(
             # Of paraphrases, the share that is found first says most (DiffCSE §6.2).
-            {**recalls, **scores} if dataset.roles == ("text", "text") else {**scores, **recalls},
-            {"queries": len(ranks), "documents": len(dataset.documents)},
+            {**recalls, **scores, **size} if dataset.roles == ("text", "text") else {**scores, **recalls, **size},
+            {"queries": len(ranks), "documents": count},
         )
 
 
