@@ -25,7 +25,7 @@ from distcse.evaluation.results import (
 )
 from distcse.evaluation.suites import PUBLISHED, Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
-from distcse.evaluation.tasks.agreement import with_agreement
+from distcse.evaluation.tasks.agreement import HeldOutVectors, with_agreement
 from distcse.evaluation.tasks.retrieval import RetrievalTask
 from distcse.evaluation.tasks.transfer import TransferTask
 from distcse.events import Reporter, StageProgress
@@ -127,7 +127,7 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
     supported = [task for task in tasks.tasks if supports(task, model)]
     reporter.check_stop(f"before the evaluation of {name}")
     if isinstance(model, VectorModel):
-        plain = [task for task in supported if not isinstance(task, RetrievalTask)]  # which reads texts by their roles
+        plain = [task for task in supported if not _reads_by_role(task)]
         model.prepare(text for task in plain for text in task.sentences())
     results = {}
     for done, task in enumerate(supported):
@@ -146,6 +146,10 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
     note = f"{len(supported)} {'set' if len(supported) == 1 else 'sets'}, {model.seconds:.1f} s in the model"
     reporter.emit(StageProgress(name, len(supported), len(supported), "sets", finished=True, note=note))
     return ModelResults(info, default_device(), results)
+
+
+def _reads_by_role(task: EvalTask) -> bool:
+    return isinstance(task, RetrievalTask) or (isinstance(task, HeldOutVectors) and bool(task.roles))
 
 
 def _reporting_search(task: RetrievalTask, reporter: Reporter) -> RetrievalTask:

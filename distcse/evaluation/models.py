@@ -79,10 +79,15 @@ class VectorModel:
             self.seconds += perf_counter() - started_at
             parts = (vectors[at : at + PAIRS_PER_BLOCK] for at in range(0, len(new), PAIRS_PER_BLOCK))
             _require_finite(sum(int((~np.isfinite(part)).any(axis=1).sum()) for part in parts), len(new), "texts")
-            start = self._starts[-1] + len(self._blocks[-1]) if self._blocks else 0
-            rows.update({text: start + offset for offset, text in enumerate(new)})
-            self._blocks.append(vectors)
-            self._starts.append(start)
+            self.remember(new, vectors, role)
+
+    def remember(self, texts: Sequence[str], vectors: NDArray[np.float32], role: Role = "text") -> None:
+        """Take the (n, d) vectors of n texts of a role as computed."""
+        start = self._starts[-1] + len(self._blocks[-1]) if self._blocks else 0
+        rows = self._rows.setdefault(self._read_as(role), {})
+        rows.update({text: start + offset for offset, text in enumerate(texts)})
+        self._blocks.append(vectors)
+        self._starts.append(start)
 
     def _read_as(self, role: Role) -> Role:
         return role if role in self._roles else "text"

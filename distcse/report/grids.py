@@ -51,6 +51,8 @@ MEASURES = {
     "kcc": "Kendall's τ-b ×100",
     "ndcg": "NDCG ×100",
     "agreement": "Spearman ×100 with the teachers' lists",
+    "overlap@10": "% of the teachers' ten nearest documents",
+    "ndcg@10": "nDCG@10 ×100, gains: the teachers' cosines",
 }
 _TABLE_PER_MEASURE = ("sts", "transfer", "pairs", "triplets", "ranking", "agreement", "dev")
 _UNITS_OF_ONE = ("alignment", "uniformity")
