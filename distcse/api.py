@@ -404,6 +404,8 @@ def measure(
     column: str = "text",
     documents: str | None = None,
     ensembles: Iterable[str] = (),
+    dimensions: Sequence[int] = (),
+    quantize: Sequence[str] = (),
     aggregate: Any = "all",
     limits: Limits = NO_LIMITS,
     load_options: LoadOptions | None = None,
@@ -422,6 +424,9 @@ def measure(
         column: Column of the texts, if the file has columns.
         documents: Model to encode the documents; each retrieval set is measured once more with it.
         ensembles: Rows with the mean of several models' similarities: "NAME=MODEL,MODEL" by names in `models`, or "all".
+        dimensions: Measure retrieval again with the first dimensions of each model's vectors, such as [256, 128]; with `quantize`
+            in all combinations.
+        quantize: Measure retrieval again with quantized vectors: "int8", "binary".
         aggregate: STS score over a year's subsets: all, mean or wmean.
         limits: What the model that is chosen at the end may need. Default: no choice.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
@@ -448,6 +453,7 @@ def measure(
             None if texts is None else (Path(texts), column),
             documents,
             ensembles,
+            (dimensions, quantize),
             aggregate,
             limits,
             load_options or LoadOptions(device=default_device()),

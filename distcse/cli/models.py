@@ -78,6 +78,21 @@ def _add_evaluate(commands: Commands) -> None:
         "a NAME of several models is all of them, all is every model",
     )
     parser.add_argument(
+        "--dimensions",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="measure retrieval also with the first N dimensions of each model's vectors, such as 256 128 64",
+    )
+    parser.add_argument(
+        "--quantize",
+        nargs="+",
+        choices=["int8", "binary"],
+        default=[],
+        help="measure retrieval also with quantized vectors, of all dimensions and of those named",
+    )
+    parser.add_argument(
         "--out",
         metavar="DIR",
         help="write report.html, report.md, scores.csv, scores.tex (LaTeX) and evaluation.json there",
@@ -155,6 +170,8 @@ def _evaluate(options: argparse.Namespace) -> int:
             column=options.column,
             documents=options.documents,
             ensembles=options.ensemble,
+            dimensions=options.dimensions,
+            quantize=options.quantize,
             aggregate=options.aggregate,
             limits=limits,
             load_options=LoadOptions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,11 @@ from distcse.evaluation.results import (
     ModelInfo,
     Score,
     averaged_sets,
+    mean_ndcg,
 )
 from distcse.evaluation.suites import PUBLISHED, Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
-from distcse.evaluation.tasks.agreement import with_agreement
+from distcse.evaluation.tasks.agreement import HeldOutVectors, with_agreement
 from distcse.evaluation.tasks.retrieval import RetrievalTask
 from distcse.evaluation.tasks.transfer import TransferTask
 from distcse.events import Reporter, StageProgress
@@ -109,6 +110,7 @@ def evaluate(
     for candidate in candidates:
         try:
             results.append(measure_model(candidate, tasks, reporter))
+            results += _measure_formats(candidate, results[-1], tasks, reporter)
         except StoppedEarlyError:
             if not results:
                 raise
@@ -125,7 +127,7 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
     supported = [task for task in tasks.tasks if supports(task, model)]
     reporter.check_stop(f"before the evaluation of {name}")
     if isinstance(model, VectorModel):
-        plain = [task for task in supported if not isinstance(task, RetrievalTask)]  # which reads texts by their roles
+        plain = [task for task in supported if not _reads_by_role(task)]
         model.prepare(text for task in plain for text in task.sentences())
     results = {}
     for done, task in enumerate(supported):
@@ -134,6 +136,8 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
         if isinstance(task, TransferTask):
             progress = partial(reporter.advance, f"{task.name} fits", total=None, unit="done")
             measured = replace(task, on_progress=progress)
+        elif isinstance(task, RetrievalTask):
+            measured = _reporting_search(task, reporter)
         results[task.suite, task.name] = measured.measure(model)
     info = _describe_model(candidate, tasks.tasks)
     if tasks.timed_texts and not isinstance(model, Ensemble):
@@ -144,6 +148,39 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
     return ModelResults(info, default_device(), results)
 
 
+def _reads_by_role(task: EvalTask) -> bool:
+    return isinstance(task, RetrievalTask) or (isinstance(task, HeldOutVectors) and bool(task.roles))
+
+
+def _reporting_search(task: RetrievalTask, reporter: Reporter) -> RetrievalTask:
+    progress = partial(reporter.advance, f"{task.name} search", total=None, unit="products")
+    return replace(task, on_progress=progress)
+
+
+def _measure_formats(
+    candidate: Candidate, measured: ModelResults, tasks: Tasks, reporter: Reporter
+) -> list[ModelResults]:
+    """Measure retrieval in each format that changes the vectors of a model, which has encoded its texts."""
+    found, info = [], measured.info
+    if not isinstance(candidate.model, VectorModel):
+        return []
+    for number, each in enumerate(tasks.formats):
+        reporter.advance(info.name, number, len(tasks.formats), f"formats, now {each}")
+        width = each.dimensions or info.dimensions
+        if each.dimensions is not None and each.dimensions >= info.dimensions:
+            continue
+        results = {}
+        for task in tasks.tasks:
+            if isinstance(task, RetrievalTask):
+                search = replace(_reporting_search(task, reporter), format=each)
+                results[task.suite, task.name] = search.measure(candidate.model)
+        about = replace(
+            info, name=f"{info.name}, {each}", dimensions=width, seconds=0.0, sentences_per_s=None, latency_ms=None
+        )
+        found.append(replace(measured, info=about, results=results))
+    return found
+
+
 def compare_models(
     results: Sequence[ModelResults],
     tasks: Tasks,
@@ -151,8 +188,12 @@ def compare_models(
     settings: Mapping[str, str] | None = None,
     started_at: float,
     base: str | None = None,
+    teachers: Collection[str] = (),
 ) -> Evaluation:
-    """Compare the models' results with those of one of them."""
+    """Compare the models' results with those of one of them (`base`; default: the first).
+
+    Retrieval is compared with the best of the `teachers`, if any of them was measured: the one with the highest mean nDCG@10.
+    """
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
     for name, model_results in with_agreement(
@@ -164,15 +205,19 @@ def compare_models(
             details.setdefault(suite, {}).setdefault(dataset, {})[name] = dict(result.details)
     names = [model.info.name for model in results]
     base = base if base in names else names[0]
+    scores = _score_columns(estimates)
+    ndcg = mean_ndcg(scores)
+    of_teachers = {} if ndcg is None else {name: ndcg.values[name] for name in teachers if name in ndcg.values}
     return Evaluation(
         models=[model.info for model in results],
         base=base,
-        scores=_score_columns(estimates),
+        scores=scores,
         details=details,
         missing=tasks.missing,
         warnings=tasks.warnings,
         settings=settings or {},
         seconds=time.perf_counter() - started_at,
+        references={"retrieval": max(of_teachers, key=of_teachers.__getitem__)} if of_teachers else {},
     )
 
 

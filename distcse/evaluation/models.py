@@ -27,6 +27,8 @@ def reporting(reporter: Reporter, name: str, unit: str = "texts") -> Progress:
     return lambda done, total: reporter.advance(name, done, total, unit)
 
 
+TEXTS_PER_BLOCK = 1 << 18
+"""Texts that are encoded in one call, whose vectors are kept together: 400 MB in 384 dimensions."""
 PAIRS_PER_BLOCK = 8192
 """Pairs whose cosines are computed together: their vectors are copied in float64."""
 
@@ -45,34 +47,47 @@ class VectorModel:
     Args:
         encode: Maps n texts to (n, d) vectors, in the order of the texts; `Encoder.encode` or a function like it.
         roles: The roles that it reads in another way than plain texts: `encode` gets each with `role=`. Default: none.
+        device: Where its vectors are compared. Default: the CPU.
     """
 
-    def __init__(self, encode: Callable[..., NDArray[np.floating]], roles: Collection[Role] = ()) -> None:
+    def __init__(
+        self, encode: Callable[..., NDArray[np.floating]], roles: Collection[Role] = (), device: str = "cpu"
+    ) -> None:
+        self.device = device
         self.seconds = 0.0
         """Time spent in `encode`."""
         self._encode = encode
         self._roles = frozenset(roles)
-        self._index: dict[tuple[Role, str], int] = {}
-        self._vectors: NDArray[np.float32] | None = None
+        self._rows: dict[Role, dict[str, int]] = {}
+        self._blocks: list[NDArray[np.float32]] = []
+        self._starts: list[int] = []
 
     @classmethod
     def of(cls, encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None) -> VectorModel:
         """Wrap an encoder; its folder decides whether vectors are normalized."""
-        return cls(_make_encode(encoder, precision, on_progress), encoder.roles_apart)
+        return cls(_make_encode(encoder, precision, on_progress), encoder.roles_apart, str(encoder.device))
 
     def prepare(self, texts: Iterable[str], role: Role = "text") -> None:
-        """Encode the texts of a role that are not cached yet, in one call, so that batches are sorted by length over all."""
+        """Encode the texts of a role that are not cached yet, in large calls, so that batches are sorted by length over many."""
         role = self._read_as(role)
-        new = [text for text in dict.fromkeys(texts) if (role, text) not in self._index]
-        if not new:
-            return
-        started_at = perf_counter()
-        vectors = np.asarray(of_role(self._encode, role)(new), dtype=np.float32)
-        self.seconds += perf_counter() - started_at
-        _require_finite(int((~np.isfinite(vectors)).any(axis=1).sum()), len(new), "texts")
-        num_known = len(self._index)
-        self._index.update({(role, text): num_known + offset for offset, text in enumerate(new)})
-        self._vectors = vectors if self._vectors is None else np.concatenate([self._vectors, vectors])
+        rows = self._rows.setdefault(role, {})
+        every = [text for text in dict.fromkeys(texts) if text not in rows]
+        for begin in range(0, len(every), TEXTS_PER_BLOCK):
+            new = every[begin : begin + TEXTS_PER_BLOCK]
+            started_at = perf_counter()
+            vectors = np.asarray(of_role(self._encode, role)(new), dtype=np.float32)
+            self.seconds += perf_counter() - started_at
+            parts = (vectors[at : at + PAIRS_PER_BLOCK] for at in range(0, len(new), PAIRS_PER_BLOCK))
+            _require_finite(sum(int((~np.isfinite(part)).any(axis=1).sum()) for part in parts), len(new), "texts")
+            self.remember(new, vectors, role)
+
+    def remember(self, texts: Sequence[str], vectors: NDArray[np.float32], role: Role = "text") -> None:
+        """Take the (n, d) vectors of n texts of a role as computed."""
+        start = self._starts[-1] + len(self._blocks[-1]) if self._blocks else 0
+        rows = self._rows.setdefault(self._read_as(role), {})
+        rows.update({text: start + offset for offset, text in enumerate(texts)})
+        self._blocks.append(vectors)
+        self._starts.append(start)
 
     def _read_as(self, role: Role) -> Role:
         return role if role in self._roles else "text"
@@ -84,9 +99,14 @@ class VectorModel:
     def vectors(self, texts: Sequence[str], role: Role = "text") -> NDArray[np.float32]:
         """Return the (n, d) vectors of n texts of a role."""
         self.prepare(texts, role)
-        assert self._vectors is not None
-        role = self._read_as(role)
-        return self._vectors[[self._index[role, text] for text in texts]]
+        row_of = self._rows[self._read_as(role)]
+        rows = np.array([row_of[text] for text in texts])
+        blocks = np.searchsorted(self._starts, rows, side="right") - 1
+        vectors = np.empty((len(rows), self._blocks[0].shape[1]), dtype=np.float32)
+        for block in np.unique(blocks):
+            chosen = blocks == block
+            vectors[chosen] = self._blocks[block][rows[chosen] - self._starts[block]]
+        return vectors
 
     def unit_vectors(self, texts: Sequence[str], role: Role = "text") -> NDArray[np.float32]:
         """Return the (n, d) vectors of n texts of a role, normalized to length 1; a zero vector stays zero."""
@@ -125,7 +145,7 @@ class RankSpaceModel(VectorModel):
     """A bi-encoder whose pairs are scored by cosine and by rank (RankEncoder, Eq. 7)."""
 
     def __init__(self, ranker: RankSpaceEncoder, precision: str = "fp32", on_progress: Progress | None = None) -> None:
-        super().__init__(_make_encode(ranker.encoder, precision, on_progress))
+        super().__init__(_make_encode(ranker.encoder, precision, on_progress), device=str(ranker.encoder.device))
         self._ranker = ranker
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:

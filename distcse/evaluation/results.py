@@ -17,6 +17,7 @@ from distcse.errors import EvaluationOptionError, EvaluationResultError
 from distcse.evaluation.bootstrap import Difference
 from distcse.evaluation.suites import PUBLISHED
 from distcse.evaluation.tasks.agreement import TextsTask
+from distcse.evaluation.tasks.retrieval import NDCG
 from distcse.storage import ArtifactStore, open_store
 
 _RUN_SUFFIX = re.compile(r", (?:seed|run) \d+")
@@ -92,6 +93,21 @@ class Evaluation:
     warnings: Sequence[str]
     settings: Mapping[str, str]
     seconds: float
+    references: Mapping[str, str] = field(default_factory=dict)
+    """By suite, the model that its tables compare with instead of `base`."""
+
+    def reference(self, suite: str) -> str:
+        """Return the name of the model that a suite's tables compare with."""
+        return self.references.get(suite, self.base)
+
+    @property
+    def compared_with(self) -> str:
+        """The models that tables compare with: `start`, or `start, retrieval: from teacher 1`."""
+        suites = dict.fromkeys(score.suite for score in self.scores)
+        others = {suite: name for suite in suites if (name := self.reference(suite)) != self.base}
+        if others.keys() == suites.keys() and len({*others.values()}) == 1:
+            return next(iter(others.values()))
+        return ", ".join([self.base, *(f"in {suite} from {name}" for suite, name in others.items())])
 
     def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
         """Return one score.
@@ -137,6 +153,12 @@ class Evaluation:
             return TypeAdapter(cls).validate_python(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise EvaluationResultError(f"{file} contains no readable evaluation: {error}") from None
+
+
+def mean_ndcg(scores: Iterable[Score]) -> Score | None:
+    """Return the nDCG@10 of retrieval: its mean over the sets, or that of the only set; None if none was measured."""
+    found = [score for score in scores if score.suite == "retrieval" and score.measure == NDCG]
+    return next((score for score in found if score.average), found[0] if found else None)
 
 
 def averaged_sets(suite: str, measured: Collection[str]) -> list[str]:

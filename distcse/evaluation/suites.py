@@ -21,6 +21,7 @@ from distcse.evaluation.tasks.ranking import MIN_PARTNERS, RankingTask
 from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask, is_retrieval_set
 from distcse.evaluation.tasks.sts import Aggregate, ScoredPairs, StsTask
 from distcse.evaluation.tasks.transfer import TransferTask
+from distcse.evaluation.vector_formats import VectorFormat
 from distcse.storage import content_key
 
 Suite = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval"]
@@ -118,7 +119,7 @@ class DatasetFolder:
         if suite == "retrieval":
             folders = [folder for folder in sorted((self.data / "retrieval").glob("*")) if is_retrieval_set(folder)]
             if folders:
-                return [RetrievalTask(folder.name, RetrievalDataset.read(folder)) for folder in folders]
+                return [_retrieval_task(folder.name, folder, self.warnings) for folder in folders]
             stsb = self._scored_pairs(STSB)
             return [RetrievalTask(STSB.name, RetrievalDataset.paraphrases(stsb))] if stsb else []
         sets = [pairs for known in STS if (pairs := self._scored_pairs(known))]
@@ -159,6 +160,8 @@ class Tasks:
     warnings: list[str] = field(default_factory=list)
     timed_texts: list[str] = field(default_factory=list)
     """Texts on which the speed of each model is measured; empty measures none."""
+    formats: list[VectorFormat] = field(default_factory=list)
+    """Formats in which the vectors of each model are measured again, in retrieval."""
 
     def first_sentences(self) -> list[str]:
         """Return the sentences of the first task, on which speed can be measured; none without a task."""
@@ -228,7 +231,7 @@ def collect(
 
 def _custom_task(custom: CustomSet, aggregate: Aggregate, warnings: list[str]) -> EvalTask:
     if custom.suite == "retrieval":
-        return RetrievalTask(custom.name, RetrievalDataset.read(custom.path))
+        return _retrieval_task(custom.name, custom.path, warnings)
     if custom.suite == "transfer":
         return TransferTask.of(custom.name, _splits(custom.path))
     every = read_table(custom.path)
@@ -250,6 +253,12 @@ def _custom_task(custom: CustomSet, aggregate: Aggregate, warnings: list[str]) -
             )
         return task
     return GeometryTask(pairs) if custom.suite == "geometry" else StsTask(pairs, aggregate)
+
+
+def _retrieval_task(name: str, folder: Path, warnings: list[str]) -> RetrievalTask:
+    dataset = RetrievalDataset.read(folder)
+    warnings += dataset.warnings
+    return RetrievalTask(name, dataset)
 
 
 def _splits(path: Path) -> dict[str, Table]:

@@ -19,6 +19,8 @@ from distcse.text.readers import csv_rows, numbered_lines
 T = TypeVar("T")
 
 ENDINGS = (".tsv", ".tsv.gz", ".parquet", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
+EMPTY_TEXT = "."
+"""What an empty sentence becomes, as in SentEval."""
 _CSV = (".csv", ".csv.gz")
 _JSON = (".jsonl", ".jsonl.gz")
 
@@ -40,8 +42,8 @@ class Table:
         return len(next(iter(self.columns.values())))
 
     def texts(self, column: str) -> list[str]:
-        """Return a column of sentences; an empty one becomes `.`, as in SentEval."""
-        return [text or "." for text in self._column(column)]
+        """Return a column of sentences; an empty one becomes `EMPTY_TEXT`."""
+        return [text or EMPTY_TEXT for text in self._column(column)]
 
     def labels(self, column: str) -> list[str]:
         """Return a column of class names; none is empty."""
@@ -115,13 +117,13 @@ def read_table(file: Path) -> Table:
 
 
 def stream_texts(file: Path, *columns: str) -> Iterator[tuple[str, ...]]:
-    """Stream columns of sentences, row by row; an empty sentence becomes `.` (see `Table.texts`)."""
+    """Stream columns of sentences, row by row; an empty sentence becomes `EMPTY_TEXT`."""
     rows = _stream(file)
     header = next(rows)
     empty = Table(file, {name: [] for name in header})
     indices = [header.index(empty.find_column(name)) for name in columns]
     for row in rows:
-        yield tuple(row[index] or "." for index in indices)
+        yield tuple(row[index] or EMPTY_TEXT for index in indices)
 
 
 def find_table(folder: Path, stem: str) -> Path | None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from distcse.devices.device import BY_KIND
+from distcse.evaluation.tasks.agreement import OTHER_DOCUMENTS
 from distcse.events import Reporter
 from distcse.models.student import build_projection
 from distcse.planning.machines import NETWORK, Machine, PlannedCluster
@@ -403,7 +404,8 @@ class StudentPlan:
         """Cost of the dev scores at the start, every eval_steps steps and after the last step, with their checkpoints."""
         section, machine = self.recipe.evaluation, self.cluster.machine
         known = DEV_SENTENCES.get(self.recipe.dev_score)
-        texts = section.num_heldout if known is None else known
+        others = min(OTHER_DOCUMENTS, self.lengths.rows) if self.recipe.has_queries else 0
+        texts = section.num_heldout + others if known is None else known
         length = self.lengths.mean(self.recipe.student.longest) if known is None else _DEV_TOKENS
         work = Pass(self.student, texts, length, precision=section.precision)
         number = math.ceil(self.steps / section.eval_steps) + 1

@@ -42,8 +42,10 @@ class EvaluationSection(Section):
     """Folder of labelled sets ([layout](../how-to/evaluate.md#the-data-folder)); `package:NAME/FOLDER` is inside a package."""
     dev: str = "auto"
     """Score that selects the checkpoint: Spearman's correlation on `stsb` (dev), `sickr` (trial) or `stsb_sickr` (their mean);
-    `agreement` with the teachers on held-out rows; [your own set](../how-to/evaluate.md#the-dev-set); or `none`, which takes
-    the last. `auto` is `stsb` with `data`, but not of a corpus with queries, else `agreement` with teachers, else `none`."""
+    `agreement` with the teachers on held-out rows, of a corpus with queries
+    [on the documents that they find](../reference/evaluation.md#agreement-in-a-run);
+    [your own set](../how-to/evaluate.md#the-dev-set); or `none`, which takes the last. `auto` is `stsb` with `data`, but not
+    of a corpus with queries, else `agreement` with teachers, else `none`."""
     dev_is_test: bool = False
     """Allow a test set as dev set; its scores are then no measurement."""
     num_heldout: Annotated[int, Field(ge=0)] = 512

@@ -12,7 +12,7 @@ import yaml
 
 from distcse.evaluation import Evaluation, ModelInfo, Score
 from distcse.evaluation.contamination import NOTICED_FROM, TRANSDUCTIVE_FROM
-from distcse.evaluation.results import Spread, compute_spreads, group_runs, has_repeated_runs
+from distcse.evaluation.results import Spread, compute_spreads, group_runs, has_repeated_runs, mean_ndcg
 from distcse.evaluation.suites import PUBLISHED
 from distcse.tuning.final_evaluation import SummaryRow
 
@@ -51,10 +51,12 @@ MEASURES = {
     "kcc": "Kendall's τ-b ×100",
     "ndcg": "NDCG ×100",
     "agreement": "Spearman ×100 with the teachers' lists",
+    "overlap@10": "% of the teachers' ten nearest documents",
+    "ndcg@10": "nDCG@10 ×100, gains: the teachers' cosines",
 }
 _TABLE_PER_MEASURE = ("sts", "transfer", "pairs", "triplets", "ranking", "agreement", "dev")
 _UNITS_OF_ONE = ("alignment", "uniformity")
-LOWER_IS_BETTER = ("alignment", "uniformity")
+LOWER_IS_BETTER = ("alignment", "uniformity", "bytes")
 TRANSDUCTIVE = "‡"
 NOTICED = "†"
 
@@ -122,7 +124,10 @@ def _shown(suite: str, measures: list[str]) -> list[str]:
 
 
 def legend(evaluation: Evaluation) -> list[str]:
-    """Return the meaning of the marks in an evaluation, a line for all models with the same overlap with a set."""
+    """Return the meaning of the marks in an evaluation, a line for all models with the same overlap with a set.
+
+    Of retrieval, a line says how much of its reference's nDCG@10 each model keeps.
+    """
     models: dict[tuple[str, float], list[str]] = {}
     for about in evaluation.models:
         for entry, share in about.contamination.items():
@@ -134,6 +139,7 @@ def legend(evaluation: Evaluation) -> list[str]:
             "pearson, spearman: correlations ×100 of the cosines of random pairs; kept@k: % of a text's k nearest neighbors "
             "that both models share"
         )
+    lines += _kept_ndcg(evaluation)
     for (name, share), of in models.items():
         line = f"{', '.join(of)}, {name}:"
         if share >= TRANSDUCTIVE_FROM:
@@ -144,8 +150,19 @@ def legend(evaluation: Evaluation) -> list[str]:
     return lines
 
 
+def _kept_ndcg(evaluation: Evaluation) -> list[str]:
+    ndcg, reference = mean_ndcg(evaluation.scores), evaluation.reference("retrieval")
+    if ndcg is None or len(ndcg.values) < 2 or not (best_value := ndcg.values.get(reference)):
+        return []
+    kept = [f"{model}: {100 * value / best_value:.1f} %" for model, value in ndcg.values.items() if model != reference]
+    best = " (the best teacher)" if "retrieval" in evaluation.references else ""
+    return [f"share of {reference}'s{best} {'mean ' if ndcg.average else ''}nDCG@10: {'; '.join(kept)}"]
+
+
 def number(measure: str, value: float) -> str:
     """Format a score as tables show it."""
+    if measure == "bytes":
+        return f"{value:,.0f}"
     return f"{value:.3f}" if measure in _UNITS_OF_ONE else f"{value:.2f}"
 
 
@@ -166,7 +183,7 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
         return Cell("–")
     value = score.values[model]
     best = min(score.values.values()) if score.measure in LOWER_IS_BETTER else max(score.values.values())
-    comparison = score.against(model, evaluation.base)
+    comparison = score.against(model, evaluation.reference(score.suite))
     difference = ""
     if comparison is not None:
         low, high = number(score.measure, comparison.low), number(score.measure, comparison.high)

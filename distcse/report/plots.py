@@ -117,13 +117,10 @@ def _differences(evaluation: Evaluation) -> Picture | None:
         return None
     first = evaluation.scores[0]
     scores = [s for s in evaluation.scores if (s.suite, s.measure) == (first.suite, first.measure)]
-    others = [about.name for about in evaluation.models if about.name != evaluation.base]
+    base = evaluation.reference(first.suite)
+    others = [about.name for about in evaluation.models if about.name != base]
     found = {
-        model: [
-            (row, difference)
-            for row, score in enumerate(scores)
-            if (difference := score.against(model, evaluation.base))
-        ]
+        model: [(row, difference) for row, score in enumerate(scores) if (difference := score.against(model, base))]
         for model in others
     }
     if not any(found.values()):
@@ -146,8 +143,8 @@ def _differences(evaluation: Evaluation) -> Picture | None:
         axes.grid(axis="y", visible=False)
         legend_above(axes)
 
-    note = f"Points above {evaluation.base}; lines are 95 % intervals of the paired bootstrap."
-    return Picture(f"Above {evaluation.base}", note, svg("differences", draw, _rows_height(len(scores), len(found))))
+    note = f"Points above {base}; lines are 95 % intervals of the paired bootstrap."
+    return Picture(f"Above {base}", note, svg("differences", draw, _rows_height(len(scores), len(found))))
 
 
 def _plane(evaluation: Evaluation) -> Picture | None:

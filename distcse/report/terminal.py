@@ -27,7 +27,7 @@ def print_evaluation(evaluation: Evaluation) -> None:
         console.print(f"\n{grid.title}{f' ({grid.measure})' if grid.measure else ''}", highlight=False, markup=False)
         console.print(_table(grid))
     if any(cell.difference for grid in shown for cells in grid.rows.values() for cell in cells):
-        line = f"Under each row: difference from {evaluation.base} and its 95 % confidence interval (paired bootstrap)."
+        line = f"Under each row: difference from {evaluation.compared_with} and its 95 % confidence interval (paired bootstrap)."
         console.print(f"\n{line} * marks intervals without 0.", markup=False, highlight=False, soft_wrap=True)
     for line in legend(evaluation):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

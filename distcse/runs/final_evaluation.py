@@ -5,7 +5,7 @@ Each model's results are stored at once: after a stop, a resumed run measures th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -159,15 +159,17 @@ def compare_measured(
     returned: Sequence[Any],
     precision: str,
     started_at: float,
+    teachers: Collection[str] = (),
 ) -> FinalScores:
-    """Compare the models that were measured, and add those that were left out to what is missing."""
+    """Compare the models that were measured, and add those that were left out to what is missing; see `compare_models`."""
     left_out = [f"{call.name}: stopped" for call, result in zip(calls, returned, strict=True) if result is None]
     if not results:
         return FinalScores(None, bool(left_out))
     tasks = Tasks(tasks.tasks, [*tasks.missing, *left_out], tasks.warnings)
     devices = ", ".join(sorted({model.device for model in results}))
     settings = {"STS": "all", "device": devices, "precision": precision}
-    return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), bool(left_out))
+    evaluation = compare_models(results, tasks, settings=settings, started_at=started_at, teachers=teachers)
+    return FinalScores(evaluation, bool(left_out))
 
 
 def _measure_and_store(measure: Callable[[Reporter], Any], run: ArtifactStore, file: str, reporter: Reporter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distcse.devices.device import speed_of
@@ -28,6 +29,7 @@ from distcse.evaluation import (
     reporting,
 )
 from distcse.evaluation.tasks.sts import Aggregate
+from distcse.evaluation.vector_formats import VectorFormat
 from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.models.files import CHECKSUMS
@@ -59,14 +61,16 @@ def measure_named_models(
     texts: tuple[Path, str] | None,
     documents: str | None,
     ensembles: Iterable[str],
+    formats: tuple[Sequence[int], Sequence[str]],
     aggregate: Aggregate,
     limits: Limits,
     load_options: LoadOptions,
     dry_run: bool,
     reporter: Reporter,
 ) -> Evaluation:
-    """Measure models as `distcse.measure` does; `texts` are a file and its column."""
+    """Measure models as `distcse.measure` does; `texts` are a file and its column, `formats` its `dimensions` and `quantize`."""
     limits.check()
+    measured_again = VectorFormat.parse(*formats)
     report_precisions(
         [Role("models", "precision", load_options.precision, [speed_of(load_options.device)])], reporter.emit
     )
@@ -92,6 +96,8 @@ def measure_named_models(
         report_warnings(warn_of_unknown_tokens(shares), reporter)
     if documents is not None:
         _add_retrieval_with_documents_by(documents, load_options, tasks, candidates, reporter)
+    if measured_again:
+        _add_formats(measured_again, tasks, candidates)
     limits.check_suites([task.suite for task in tasks.tasks])
     if limits.ms is not None and not tasks.timed_texts:
         tasks.timed_texts = tasks.first_sentences()
@@ -175,3 +181,20 @@ def _add_retrieval_with_documents_by(
                 "--documents"
             )
     tasks.tasks.extend(task.with_documents_by(name, model) for task in sets)
+
+
+def _add_formats(formats: Sequence[VectorFormat], tasks: Tasks, candidates: Sequence[Candidate]) -> None:
+    """Measure the retrieval sets also in other formats of vectors, with the bytes of each."""
+    if not any(isinstance(task, RetrievalTask) for task in tasks.tasks):
+        raise EvaluationOptionError(
+            "--dimensions and --quantize need a retrieval set; add retrieval to --suite, or --add retrieval=FOLDER"
+        )
+    widest = max(candidate.info.dimensions for candidate in candidates)
+    if wide := [each.dimensions for each in formats if each.dimensions is not None and each.dimensions >= widest]:
+        raise EvaluationOptionError(
+            f"--dimensions is {wide[0]}, and no model has more than {widest} dimensions; write a lower number"
+        )
+    tasks.formats = [*formats]
+    tasks.tasks = [
+        replace(task, format=VectorFormat()) if isinstance(task, RetrievalTask) else task for task in tasks.tasks
+    ]

@@ -13,6 +13,8 @@ from distcse.api import Run
 from distcse.cli.training import commands_for
 from distcse.events import Reporter
 from distcse.recipe import Recipe
+from distcse.report.exports import scores_csv
+from distcse.report.terminal import print_evaluation
 from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual.phase_store import Phase
 from distcse.runs.result import Best, MutualResult
@@ -78,6 +80,37 @@ def test_the_commands_of_several_models_name_the_first_one(
         lines
     )
     assert not any("SentenceTransformer" in line for line in lines)
+
+
+def test_retrieval_is_compared_with_the_best_teacher(
+    recipe_with: Callable[..., Recipe],
+    labelled: Path,
+    tmp_path: Path,
+    sentences: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data, texts = tmp_path / "data", list(dict.fromkeys(sentences))[:200]
+    (data / "retrieval" / "find").mkdir(parents=True)
+    (data / "sts").symlink_to(labelled / "sts")
+    for name, header, rows in (
+        ("queries", "id\ttext", [f"q{number}\t{text[:-1]}, they say." for number, text in enumerate(texts[:40])]),
+        ("corpus", "id\ttext", [f"d{number}\t{text}" for number, text in enumerate(texts)]),
+        ("relevant", "query_id\tcorpus_id", [f"q{number}\td{number}" for number in range(40)]),
+    ):
+        (data / "retrieval" / "find" / f"{name}.tsv").write_text("\n".join([header, *rows]))
+    changes = ("training.max_steps=1", "evaluation.dev=none", f"evaluation.data={data}")
+    for suites, line in (("retrieval", "{}"), ("sts,retrieval", "start, in retrieval from {}")):
+        evaluation = run(recipe_with(*changes, f"evaluation.final_suites=[{suites}]"), Reporter()).evaluation
+        assert evaluation is not None
+        ndcg = next(score for score in evaluation.scores if score.measure == "ndcg@10")
+        best = max(("teacher 0", "teacher 1"), key=ndcg.values.__getitem__)
+        assert (evaluation.reference("retrieval"), evaluation.reference("sts")) == (best, "start")
+        assert f"retrieval,find,ndcg@10,student,{ndcg.values['student']:.6g},{best}," in scores_csv(evaluation)
+        print_evaluation(evaluation)
+        shown = capsys.readouterr().out
+        assert f"difference from {line.format(best)} and" in shown
+        share = 100 * ndcg.values["student"] / ndcg.values[best]
+        assert f"{best}'s (the best teacher) nDCG@10: " in shown and f"student: {share:.1f} %" in shown
 
 
 def test_the_only_teacher_is_not_compared_with_itself(

@@ -251,6 +251,13 @@ def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callabl
         ("{tiny} --data {data} --pooling mean --max-ms nan", EvaluationOptionError, "above 0"),
         ("{tiny} --data {data} --pooling mean --suite geometry --max-ms 9", EvaluationOptionError, "--suite sts,"),
         ("m={tiny} --data {data} --pooling mean --documents m={tiny}", EvaluationOptionError, "--add retrieval=FOLDER"),
+        ("m={tiny} --data {data} --pooling mean --quantize int8", EvaluationOptionError, "--add retrieval=FOLDER"),
+        (
+            "m={tiny} --data {data} --pooling mean --suite retrieval --dimensions 32",
+            EvaluationOptionError,
+            "more than 32",
+        ),
+        ("m={tiny} --data {data} --pooling mean --dimensions 0", EvaluationOptionError, "above 0"),
         ("two={tiny} --data {data} --pooling mean --prompt tow=x", EvaluationOptionError, "did you mean 'two'"),
         ("m={tiny} --data {data} --pooling mean --prompt m=x --prompt m=y", EvaluationOptionError, "two prompts"),
         ("m={tiny} --data {data} --pooling mean --prompt x --prompt y", EvaluationOptionError, "all models"),
@@ -312,14 +319,21 @@ def test_the_choice_has_the_best_score_among_the_models_that_keep_the_limits(eva
     assert str(nothing).endswith("the fastest takes 2.0 ms, the smallest has 9.0 MB"), "of the models with a score"
 
 
+def write_retrieval(folder: Path, queries: Sequence[str], documents: Sequence[str]) -> None:
+    """Write a set whose n-th document is relevant to the n-th query."""
+    for name, start, texts in (("queries", "q", queries), ("corpus", "d", documents)):
+        rows = [f"{start}{number}\t{text}\n" for number, text in enumerate(texts)]
+        (folder / f"{name}.tsv").write_text("id\ttext\n" + "".join(rows))
+    pairs = [f"q{number}\td{number}\n" for number in range(len(queries))]
+    (folder / "relevant.tsv").write_text("query_id\tcorpus_id\n" + "".join(pairs))
+
+
 def test_documents_are_ranked_by_the_document_models_vectors(
     tiny: Callable[..., Path], tmp_path: Path, sentences: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Queries by one model, documents by the other, not swapped: compared with ranks by hand."""
     queries, documents = sentences[:40], [f"{line[:-1]}, they say." for line in sentences[:200]]
-    (tmp_path / "queries.tsv").write_text("id\ttext\n" + "".join(f"q{n}\t{line}\n" for n, line in enumerate(queries)))
-    (tmp_path / "corpus.tsv").write_text("id\ttext\n" + "".join(f"d{n}\t{line}\n" for n, line in enumerate(documents)))
-    (tmp_path / "relevant.tsv").write_text("query_id\tcorpus_id\n" + "".join(f"q{n}\td{n}\n" for n in range(40)))
+    write_retrieval(tmp_path, queries, documents)
     models = [tiny("bert"), tiny("bert", layers=2)]
     options = f"--pooling mean --precision fp32 --add retrieval:find={tmp_path} --out {tmp_path}".split()
     assert main([f"one={models[0]}", *options, "--documents", f"other={models[1]}"]) == 0
@@ -341,6 +355,43 @@ def test_documents_are_ranked_by_the_document_models_vectors(
     assert main([f"one={models[0]}", *options, "--documents", f"wide={tiny('bert', width=64)}"]) == 1
     error = capsys.readouterr().err
     assert f"[{EvaluationOptionError.code}]" in error and "one has 32" in error and "wide has 64" in error
+
+
+def test_retrieval_is_measured_again_with_fewer_dimensions_and_quantized_vectors(
+    tiny: Callable[..., Path], tmp_path: Path, sentences: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """nDCG by hand of each format's scores of all documents."""
+    documents = list(dict.fromkeys(sentences))[:120]
+    queries = [f"{line[:-1]}, they say." for line in documents[:40]]
+    write_retrieval(tmp_path, queries, documents)
+    models = [f"one={tiny('bert')}", f"teacher={tiny('bert', width=64)}"]
+    options = f"--pooling mean --precision fp32 --add retrieval:find={tmp_path} --out {tmp_path}".split()
+    assert main([*models, *options, "--dimensions", "12", "32", "--quantize", "binary", "int8", "--json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = {event["measure"]: event["values"] for event in events if event["event"] == "Score"}
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    whole = [encoder.encode(texts, normalize=True) for texts in (queries, documents)]
+    first = [each[:, :12] / np.linalg.norm(each[:, :12], axis=1, keepdims=True) for each in whole]
+    bytes_of = {"one": 128, "one, int8": 32, "one, binary": 4}
+    bytes_of |= {"one, 12 dimensions": 48, "one, 12 dimensions, int8": 12, "one, 12 dimensions, binary": 2}
+    for name, size in bytes_of.items():
+        ours, theirs = first if "12" in name else whole
+        scores = ours @ theirs.T
+        if "int8" in name:
+            low, step = theirs.min(axis=0), np.ptp(theirs, axis=0) / 255
+            scores = ours @ (low + step * np.clip(np.floor((theirs - low) / step), 0, 255)).T
+        if "binary" in name:
+            scores = -((ours[:, None] > 0) != (theirs[None] > 0)).sum(axis=2)
+        ranks = [(row >= row[place]).sum() for place, row in enumerate(scores)]
+        ndcg = np.mean([1 / np.log2(rank + 1) if rank <= 10 else 0 for rank in ranks])
+        assert found["ndcg@10"][name] == pytest.approx(100 * ndcg, abs=1e-3), name
+        assert found["bytes"][name] == size
+    assert len({*(found["ndcg@10"][name] for name in bytes_of)}) > 3
+    assert found["bytes"]["teacher, 32 dimensions, int8"] == 32 and "one, 32 dimensions" not in found["bytes"]
+    assert len(found["bytes"]) == 6 + 9
+    assert main([*models, *options, "--quantize", "int8"]) == 0
+    shown = capsys.readouterr().out
+    assert "one, int8" in shown and "  bytes" in shown and "difference from teacher and" in shown
 
 
 OPTIONS = LoadOptions(pooling="mean", precision="fp32")

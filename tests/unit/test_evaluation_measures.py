@@ -15,6 +15,7 @@ from sklearn.metrics import ndcg_score, roc_auc_score
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError, ModelOutputError
 from distcse.evaluation import (
+    CustomSet,
     RetrievalDataset,
     RetrievalTask,
     ScoredPairs,
@@ -22,6 +23,7 @@ from distcse.evaluation import (
     VectorModel,
     agreement,
     bootstrap,
+    collect,
     sts_score,
 )
 from distcse.evaluation.bootstrap import (
@@ -198,28 +200,69 @@ def test_paraphrases_are_queries_in_both_directions() -> None:
         RetrievalDataset.paraphrases(pairs_of([("a", "b", 1.0)]))
 
 
-def test_custom_retrieval_datasets_are_read_and_checked(tmp_path: Path) -> None:
-    files = {
-        "queries.tsv": "id\ttext\nq1\tfirst\nq2\tunasked\nd1\tsame id\n",
-        "corpus.jsonl": '{"_id": "d1", "title": "T", "text": "x"}\n{"_id": "d2", "title": "", "text": "y"}',
-        "relevant.tsv": "query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nd1\td2\t1\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+SEARCH = {
+    "queries.tsv": "id\ttext\nq1\tfirst\nd1\tsame id\n",
+    "corpus.jsonl": '{"_id": "d1", "title": "T", "text": "x"}\n{"_id": "d2", "title": "", "text": "y"}\n',
+    "relevant.tsv": "query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nd1\td2\t1\n",
+}
+
+
+def write_search(folder: Path, added: Mapping[str, str]) -> None:
+    for name, text in SEARCH.items():
+        (folder / name).write_text(text + added.get(name, ""))
+
+
+def test_custom_retrieval_datasets_are_read(tmp_path: Path) -> None:
+    write_search(tmp_path, {})
     dataset = RetrievalDataset.read(tmp_path)
     assert dataset == RetrievalDataset(["first", "same id"], ["T x", "y"], [{0: 2.0}, {1: 1.0}], [None, 0])
-    for file, line, named in (
-        ("relevant.tsv", "q9\td1\t1", ("relevant.tsv, line 5", "'q9'", "queries.tsv")),
-        ("relevant.tsv", "q1\td9\t1", ("relevant.tsv, line 5", "'d9'", "corpus.jsonl")),
-        ("queries.tsv", "q1\tagain", ("queries.tsv, line 5", "'q1'")),
-    ):
-        (tmp_path / file).write_text(f"{files[file]}{line}\n")
-        with fails_with(EvaluationFormatError, *named):
-            RetrievalDataset.read(tmp_path)
-        (tmp_path / file).write_text(files[file])
+    assert dataset.warnings == ()
     (tmp_path / "relevant.tsv").unlink()
     with fails_with(EvaluationDataError, "relevant.tsv", ".tsv.gz"):
         RetrievalDataset.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "row", "named"),
+    [
+        ("relevant.tsv", "q9\td1\t1", ("relevant.tsv, line 5", "'q9'", "queries.tsv")),
+        ("relevant.tsv", "q1\td9\t1", ("relevant.tsv, line 5", "'d9'", "corpus.jsonl")),
+        ("relevant.tsv", "q1\td1\t1", ("relevant.tsv, line 5", "'q1' and 'd1'", "score 1 here and 2 above")),
+        ("relevant.tsv", "q1\td1\thigh", ("relevant.tsv, line 5, column 'score'", "'high'")),
+        ("queries.tsv", "q1\tagain", ("queries.tsv, line 4", "'q1' is repeated")),
+        ("queries.tsv", "q2\t ", ("queries.tsv, line 4", "the query is empty")),
+        ("corpus.jsonl", '{"_id": "d2", "title": "", "text": "z"}', ("corpus.jsonl, line 3", "'d2' is repeated")),
+        ("corpus.jsonl", '{"_id": "", "title": "", "text": "z"}', ("corpus.jsonl, line 3, column '_id'",)),
+    ],
+)
+def test_rows_of_retrieval_sets_that_cannot_be_meant_are_refused(
+    file: str, row: str, named: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_search(tmp_path, {file: f"{row}\n"})
+    with fails_with(EvaluationFormatError, *named):
+        RetrievalDataset.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "rows", "warned"),
+    [
+        (
+            "queries.tsv",
+            "q2\tb\nq3\tc\n",
+            "queries.tsv, line 4 (first of 2 rows): the query has no relevant document in",
+        ),
+        ("relevant.tsv", "d1\td2\t1\n", "relevant.tsv, line 5: the row equals an earlier one and counts once"),
+        ("relevant.tsv", "d1\td1\t-1\n", "relevant.tsv, line 5: the score is below 0 and counts as 0"),
+        ("corpus.jsonl", '{"_id": "d3", "title": "", "text": " "}\n', "corpus.jsonl, line 3: the document has no text"),
+    ],
+)
+def test_rows_of_retrieval_sets_without_effect_are_a_warning(file: str, rows: str, warned: str, tmp_path: Path) -> None:
+    write_search(tmp_path, {file: rows, "corpus.jsonl": '{"_id": "d4", "title": "only", "text": ""}\n'} | {file: rows})
+    dataset = RetrievalDataset.read(tmp_path)
+    assert (dataset.queries, dataset.relevant) == (["first", "same id"], [{0: 2.0}, {1: 1.0}])
+    assert dataset.documents[2:] == (["."] if file == "corpus.jsonl" else ["only"])
+    (line,) = collect(None, [], [CustomSet.parse(f"retrieval={tmp_path}")]).warnings
+    assert line.startswith(f"{tmp_path}/{warned}")
 
 
 generator = np.random.default_rng(0)

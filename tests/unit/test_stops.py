@@ -427,6 +427,8 @@ _MUTUAL = "test_a_stop_before_the_first_phase_ends_the_run_at_once"
 _EVALUATION = "test_stopped_evaluation.py"
 ASKS = {
     "evaluation/evaluation:measure_model": _PASS,
+    "evaluation/evaluation:_reporting_search": "as measure_model",
+    "evaluation/evaluation:_measure_formats": "as measure_model",
     "runs/distillation/corpus:read_corpus": _RUN,
     "runs/distillation/dev_ensemble:DevEnsemble.of": _PASS,
     "runs/distillation/final_evaluation:_measure_student": _PASS,
@@ -472,6 +474,7 @@ SHORT = {
     "evaluation/candidates:_with_total": "static models: tens of thousands of sentences a second",
     "evaluation/contamination:Contamination.write": "a small file of a model's folder",
     "report/card:write_cards": "as Contamination.write",
+    "runs/distillation/final_evaluation:_complete_table": "sizes of files",
     "runs/distillation/distillation_task:DevMetric.of": "asks by `stop_of_score`: test_a_stop_in_a_dev_score_…",
     "runs/mutual/pair_task:PairBatch.encode": "a training step",
     "runs/mutual/pair_task:PairBatch._encode_part": "a training step",

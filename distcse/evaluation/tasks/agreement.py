@@ -1,7 +1,7 @@
 """Agreement, a score that needs no labels.
 
-A student and its teachers: do they rank held-out sentences alike? Models on a user's texts: do they score pairs alike, and find
-the same neighbors?
+A student and its teachers: do they rank held-out sentences alike, or find the same documents? Models on a user's texts: do they
+score pairs alike, and find the same neighbors?
 """
 
 from __future__ import annotations
@@ -45,6 +45,41 @@ def agreement_per_sentence(student: NDArray[np.floating], similarities: NDArray[
     return np.asarray(np.divide(products, scale, out=np.zeros_like(products), where=scale > 0))
 
 
+NEAREST = 10
+"""Number of nearest documents of a query that are compared."""
+OTHER_DOCUMENTS = 2048
+"""Documents that held-out queries search, besides the held-out ones: a dev score must be cheap."""
+
+
+def search_agreement(
+    queries: NDArray[np.floating], documents: NDArray[np.floating], similarities: NDArray[np.floating]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Compare the ten documents that a student and its teachers find for each query; on ties the first documents.
+
+    Args:
+        queries: (n, d) unit vectors of the student.
+        documents: (m, d) unit vectors of the student, m ≥ 10.
+        similarities: (n, m) the teachers' cosines.
+
+    Returns:
+        (n,) shares of the teachers' ten that the student finds; (n,) nDCG@10 whose gains are the teachers' cosines, at least 0.
+    """
+    ours, theirs = (_nearest(scores, NEAREST) for scores in (queries @ documents.T, np.asarray(similarities)))
+    discounts = 1 / np.log2(np.arange(2, NEAREST + 2))
+    gains = np.maximum(similarities, 0)
+    found, ideal = (np.take_along_axis(gains, places, axis=1) @ discounts for places in (ours, theirs))
+    return _shared(ours, theirs), np.divide(found, ideal, out=np.zeros_like(found), where=ideal > 0)
+
+
+def _nearest(scores: NDArray[np.floating], number: int) -> NDArray[np.int64]:
+    return np.argsort(-scores, axis=1, kind="stable")[:, :number]
+
+
+def _shared(found: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the (n,) shares of n rows' known numbers that are among those found."""
+    return np.asarray((found[:, :, None] == known[:, None, :]).any(axis=2).mean(axis=1))
+
+
 @dataclass(frozen=True)
 class HeldOutVectors:
     """Vectors of sentences held out from training; `agreement_result` computes the score once all teachers are measured."""
@@ -54,6 +89,8 @@ class HeldOutVectors:
     texts: list[str]
     roles: list[Role] = field(default_factory=list, compare=False)
     """The texts' roles. Default: plain texts."""
+    queries: int = field(default=0, compare=False)
+    """Number of texts, the first ones, that are queries and search the others. Default: each is compared with each."""
     name: str = "held-out rows"
     suite: str = "agreement"
     pairs_only: bool = False
@@ -75,13 +112,22 @@ def vectors_by_role(model: VectorModel, texts: Sequence[str], roles: Sequence[Ro
     return np.concatenate(encoded)[np.argsort(np.concatenate(list(of_role.values())))]
 
 
-def agreement_result(vectors: NDArray[np.floating], similarities: NDArray[np.floating]) -> TaskResult:
+def agreement_result(vectors: NDArray[np.floating], similarities: NDArray[np.floating], queries: int = 0) -> TaskResult:
     """Compute the agreement of a model with the teachers on held-out rows.
 
     Args:
         vectors: (n, d) the model's unit vectors of n sentences, n ≥ 3.
-        similarities: (n, n) the teachers' mixed similarities.
+        similarities: (n, n) the teachers' mixed similarities; of queries (queries, n - queries).
+        queries: Number of rows, the first ones, that are queries and search the others.
+
+    Returns:
+        The score `agreement`; of queries `overlap@10` and `ndcg@10` (see `search_agreement`).
     """
+    if queries:
+        overlap, ndcg = search_agreement(vectors[:queries], vectors[queries:], similarities)
+        items = "agreement/held-out queries"
+        scores = {f"overlap@{NEAREST}": MeanOf(overlap, items), f"ndcg@{NEAREST}": MeanOf(ndcg, items)}
+        return TaskResult(scores, {"queries": queries, "documents": len(vectors) - queries})
     correlations = agreement_per_sentence(vectors, similarities)
     return TaskResult({"agreement": MeanOf(correlations, "agreement/held-out rows")}, {"sentences": len(vectors)})
 
@@ -156,7 +202,7 @@ def nearest(vectors: NDArray[np.float32], number: int) -> NDArray[np.int64]:
     """Return the (n, number) nearest neighbors of n unit vectors by cosine, nearest first; of equal ones the first."""
     cosines = vectors @ vectors.T
     np.fill_diagonal(cosines, -np.inf)
-    return np.argsort(-cosines, axis=1, kind="stable")[:, :number]
+    return _nearest(cosines, number)
 
 
 Results = Mapping[tuple[str, str], TaskResult]
@@ -190,8 +236,7 @@ def _agreement(name: str, ours: TaskResult, theirs: TaskResult) -> dict[str, Est
     if "neighbors" in ours.details and "neighbors" in theirs.details:
         for number in NEIGHBORS:
             found, known = (result.details["neighbors"][:, :number] for result in (ours, theirs))
-            shared = (found[:, :, None] == known[:, None, :]).any(axis=2).mean(axis=1)
-            scores[f"kept@{number}"] = MeanOf(shared, f"texts/{name}")
+            scores[f"kept@{number}"] = MeanOf(_shared(found, known), f"texts/{name}")
     return scores
 
 

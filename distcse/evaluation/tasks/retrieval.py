@@ -7,7 +7,7 @@ All are means over queries, times 100. On ties, an irrelevant document ranks bef
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -16,21 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError
-from distcse.evaluation.bootstrap import MeanOf
+from distcse.evaluation.bootstrap import Fixed, MeanOf
+from distcse.evaluation.exact_search import BLOCK_DOCUMENTS, relevant_ranks, split
 from distcse.evaluation.models import VectorModel
-from distcse.evaluation.tables import ENDINGS, Table, describe_row, find_table, read_table
+from distcse.evaluation.tables import EMPTY_TEXT, ENDINGS, Table, describe_row, find_table, read_table
 from distcse.evaluation.tasks import TaskResult
 from distcse.evaluation.tasks.sts import ScoredPairs
+from distcse.evaluation.vector_formats import VectorFormat
 from distcse.recipe import Role
 
 CUTOFFS = (1, 5, 10, 100)
 _CUTOFF = 10
+NDCG = f"ndcg@{_CUTOFF}"
+"""The measure that says which model retrieves best."""
 _SPLITS = ("test", "dev", "validation")
 """Files of judgements in `qrels`; the first that exists is read."""
 _TOP_SCORE = 5.0
 """Gold score of a pair whose sentences have the same meaning."""
-_BLOCK_SIZE = 1 << 26
-"""Number of cosines per block: 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class RetrievalDataset:
     excluded: list[int | None]
     roles: tuple[Role, Role] = field(default=("query", "document"), compare=False)
     """Roles of queries and documents."""
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    """Rows without effect, and documents without text: a line for each kind, with the first row."""
 
     @classmethod
     def paraphrases(cls, pairs: ScoredPairs) -> RetrievalDataset:
@@ -74,31 +78,39 @@ class RetrievalDataset:
 
         Files are .tsv, .csv, .jsonl (each also .gz) or .parquet. BEIR's layout works too: its column names (`_id`, `query-id`,
         `corpus-id`), and judgements in `qrels/test`, or else `qrels/dev`. As in BEIR, a document with the query's id is not
-        ranked, and queries without relevant documents are left out.
+        ranked, scores of 0 and below are not relevant, and queries without relevant documents are left out.
+
+        Raises:
+            EvaluationFormatError: An id is repeated or unknown, a query is empty, or a pair has two scores.
         """
         queries, corpus = (read_table(_file(folder, name)) for name in ("queries", "corpus"))
-        relevant = read_table(_judgements(folder))
-        texts, indices = _by_id(queries), {key: index for index, key in enumerate(_by_id(corpus))}
+        texts, documents, judgements = _by_id(queries), _by_id(corpus), read_table(_judgements(folder))
+        if empty := _empty_rows(texts):
+            raise EvaluationFormatError(
+                f"{describe_row(queries.file, empty[0])}: the query is empty; write its text, or remove it"
+            )
+        scores, warnings = _read_scores(judgements, {queries.file: texts, corpus.file: documents})
+        indices = {key: index for index, key in enumerate(documents)}
         gains: dict[str, dict[int, float]] = {}
-        query_ids = relevant.labels(relevant.find_column("query_id", "query-id"))
-        document_ids = relevant.labels(relevant.find_column("corpus_id", "corpus-id"))
-        scores = relevant.numbers("score").tolist() if "score" in relevant.columns else [1.0] * len(relevant)
-        for row, (query, document, score) in enumerate(zip(query_ids, document_ids, scores, strict=True)):
-            for key, known, file in ((query, texts, queries.file), (document, indices, corpus.file)):
-                if key not in known:
-                    raise EvaluationFormatError(
-                        f"{describe_row(relevant.file, row)}: {key!r} is not an id in {file}; add it"
-                    )
+        for (query, document), score in scores.items():
             if score > 0:
                 gains.setdefault(query, {})[indices[document]] = score
         if not gains:
-            raise EvaluationFormatError(f"{relevant.file}: no row has a score above 0; add one")
+            raise EvaluationFormatError(f"{judgements.file}: no row has a score above 0; add one")
+        if left_out := [row for row, query in enumerate(texts) if query not in gains]:
+            warnings.append(
+                f"{_first_of(queries, left_out)}: the query has no relevant document in {judgements.file} and is left out, as in "
+                "BEIR"
+            )
+        if empty := _empty_rows(documents):
+            warnings.append(f"{_first_of(corpus, empty)}: the document has no text")
         with_relevant = [query for query in texts if query in gains]
         return cls(
             [texts[query] for query in with_relevant],
-            list(_by_id(corpus).values()),
+            [text or EMPTY_TEXT for text in documents.values()],
             [gains[query] for query in with_relevant],
             [indices.get(query) for query in with_relevant],
+            warnings=tuple(warnings),
         )
 
 
@@ -113,6 +125,10 @@ class RetrievalTask:
     """Model that encodes the documents, such as the teacher of a student with the same space; None is the evaluated model."""
     suite: str = "retrieval"
     pairs_only: bool = False
+    format: VectorFormat | None = field(default=None, compare=False)
+    """Format of the compared vectors. Default: as the model outputs them."""
+    on_progress: Callable[[int], None] | None = field(default=None, compare=False)
+    """Called with the number of queries and documents compared so far, in a search of several blocks."""
 
     def sentences(self) -> Iterable[str]:
         return [*self.dataset.queries, *(self.dataset.documents if self.document_model is None else [])]
@@ -122,12 +138,25 @@ class RetrievalTask:
         return replace(self, name=f"{self.name}, documents by {name}", document_model=model)
 
     def measure(self, model: VectorModel) -> TaskResult:
-        """Measure `ndcg@10`, `mrr@10` and `recall@1`, `@5`, `@10` and `@100`."""
+        """Measure `ndcg@10`, `mrr@10` and `recall@1`, `@5`, `@10` and `@100`; with a format, also `bytes` of a vector."""
         dataset = self.dataset
         of_queries, of_documents = dataset.roles
+        encoder, count = self.document_model or model, len(dataset.documents)
         queries = model.unit_vectors(dataset.queries, of_queries)
-        documents = (self.document_model or model).unit_vectors(dataset.documents, of_documents)
-        ranks = relevant_ranks(queries, documents, dataset)
+        encoder.prepare(dataset.documents, of_documents)
+
+        def documents(block: slice) -> NDArray[np.float32]:
+            return encoder.unit_vectors(dataset.documents[block], of_documents)
+
+        stored = self.format or VectorFormat()
+        ranks = relevant_ranks(
+            *stored.apply(queries, documents, split(count, BLOCK_DOCUMENTS)),
+            count,
+            [list(gains) for gains in dataset.relevant],
+            dataset.excluded,
+            model.device,
+            self.on_progress,
+        )
         items = f"queries/{self.name}"
         recalls = {
             f"recall@{k}": MeanOf(
@@ -139,40 +168,15 @@ class RetrievalTask:
         gains = [np.array(list(gain.values())) for gain in dataset.relevant]
         ndcg = np.array([_ndcg(query_ranks, gain) for query_ranks, gain in zip(ranks, gains, strict=True)])
         scores = {
-            f"ndcg@{_CUTOFF}": MeanOf(ndcg, items),
+            NDCG: MeanOf(ndcg, items),
             f"mrr@{_CUTOFF}": MeanOf(np.where(best <= _CUTOFF, 1 / best, 0.0), items),
         }
+        size = {} if self.format is None else {"bytes": Fixed(stored.size_bytes(queries.shape[1]))}
         return TaskResult(
             # Of paraphrases, the share that is found first says most (DiffCSE §6.2).
-            {**recalls, **scores} if dataset.roles == ("text", "text") else {**scores, **recalls},
-            {"queries": len(ranks), "documents": len(dataset.documents)},
+            {**recalls, **scores, **size} if dataset.roles == ("text", "text") else {**scores, **recalls, **size},
+            {"queries": len(ranks), "documents": count},
         )
-
-
-def relevant_ranks(
-    queries: NDArray[np.floating], documents: NDArray[np.floating], dataset: RetrievalDataset
-) -> list[NDArray[np.int64]]:
-    """Compute the rank, from 1, of each relevant document of each query, in the order of `dataset.relevant`.
-
-    Args:
-        queries: (n, d) unit vectors.
-        documents: (m, d) unit vectors.
-        dataset: Which documents are relevant.
-    """
-    ranks = []
-    block_size = max(1, _BLOCK_SIZE // len(documents))
-    for start in range(0, len(queries), block_size):
-        cosines = queries[start : start + block_size] @ documents.T
-        for row, cosine in enumerate(cosines, start=start):
-            relevant = np.fromiter(dataset.relevant[row], dtype=np.int64)
-            relevant_cosines = cosine[relevant]
-            cosine[relevant] = -np.inf
-            if (excluded := dataset.excluded[row]) is not None:
-                cosine[excluded] = -np.inf
-            num_nearer = (cosine[None, :] >= relevant_cosines[:, None]).sum(axis=1)
-            rank_among_relevant = np.argsort(np.argsort(-relevant_cosines, kind="stable"), kind="stable")
-            ranks.append(num_nearer + rank_among_relevant + 1)
-    return ranks
 
 
 def _ndcg(ranks: NDArray[np.int64], gains: NDArray[np.float64]) -> float:
@@ -183,8 +187,8 @@ def _ndcg(ranks: NDArray[np.int64], gains: NDArray[np.float64]) -> float:
 
 
 def _by_id(table: Table) -> dict[str, str]:
-    """Map ids to texts; a title is put before its text, as in BEIR."""
-    ids, texts = table.labels(table.find_column("id", "_id")), table.texts("text")
+    """Map ids to texts, of which some may be empty; a title is put before its text, as in BEIR."""
+    ids, texts = table.labels(table.find_column("id", "_id")), table.columns[table.find_column("text")]
     titles = table.columns.get("title", [""] * len(table))
     entries: dict[str, str] = {}
     for row, (key, title, text) in enumerate(zip(ids, titles, texts, strict=True)):
@@ -192,8 +196,56 @@ def _by_id(table: Table) -> dict[str, str]:
             raise EvaluationFormatError(
                 f"{describe_row(table.file, row)}: id {key!r} is repeated; remove one of the rows"
             )
-        entries[key] = f"{title} {text}" if title else text
+        entries[key] = " ".join(part for part in (title, text) if part.strip())
     return entries
+
+
+def _empty_rows(texts: Mapping[str, str]) -> list[int]:
+    return [row for row, text in enumerate(texts.values()) if not text]
+
+
+def _read_scores(
+    judgements: Table, texts: Mapping[Path, Mapping[str, str]]
+) -> tuple[dict[tuple[str, str], float], list[str]]:
+    """Return the scores by the ids of query and document, and warnings.
+
+    Args:
+        judgements: A pair of ids per row.
+        texts: Texts by id, of the queries and of the documents, by their files.
+    """
+    query_ids = judgements.labels(judgements.find_column("query_id", "query-id"))
+    document_ids = judgements.labels(judgements.find_column("corpus_id", "corpus-id"))
+    numbers = judgements.numbers("score").tolist() if "score" in judgements.columns else [1.0] * len(judgements)
+    scores: dict[tuple[str, str], float] = {}
+    repeated, negative = [], []
+    for row, (*pair, score) in enumerate(zip(query_ids, document_ids, numbers, strict=True)):
+        for key, (file, known) in zip(pair, texts.items(), strict=True):
+            if key not in known:
+                raise EvaluationFormatError(
+                    f"{describe_row(judgements.file, row)}: {key!r} is not an id in {file}; add it"
+                )
+        query, document = pair
+        if (query, document) in scores:
+            if score != (earlier := scores[query, document]):
+                raise EvaluationFormatError(
+                    f"{describe_row(judgements.file, row)}: {query!r} and {document!r} have score {score:g} here and {earlier:g} "
+                    "above; remove one of the rows"
+                )
+            repeated.append(row)
+        if score < 0:
+            negative.append(row)
+        scores[query, document] = score
+    warnings = []
+    if repeated:
+        warnings.append(f"{_first_of(judgements, repeated)}: the row equals an earlier one and counts once")
+    if negative:
+        warnings.append(f"{_first_of(judgements, negative)}: the score is below 0 and counts as 0")
+    return scores, warnings
+
+
+def _first_of(table: Table, rows: Sequence[int]) -> str:
+    """Return the place of the first of some rows and, if there are several, their number."""
+    return describe_row(table.file, rows[0]) + (f" (first of {len(rows):,} rows)" if len(rows) > 1 else "")
 
 
 def is_retrieval_set(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from distcse.devices.device import defaults_of, is_gpu
 from distcse.devices.distributed import all_reduce_max, on_all_ranks, rank, world_size
 from distcse.devices.host import trim
-from distcse.evaluation import VectorModel, agreement, read_dev
+from distcse.evaluation import VectorModel, agreement_result, read_dev
 from distcse.events import Reporter
 from distcse.losses import Detection, TeacherOutputs, build_objective, gather_views, mix_lists
 from distcse.models import Encoder, build_projection
@@ -27,6 +27,7 @@ from distcse.models.fast_layers import worth_packing
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
 from distcse.runs.directory import PROJECTION
+from distcse.runs.distillation.agreement import AgreementRows
 from distcse.storage import ArtifactStore
 from distcse.teachers.candidates import Candidates
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
@@ -507,17 +508,19 @@ class DevMetric:
 
         if (dev := read_dev(recipe)) is not None:
             return cls(dev.name, lambda encoder: dev.score(VectorModel(encoding(encoder), encoder.roles_apart)))
-        similarities = teacher_similarities(recipe, corpus, held_out, clients)
-        return cls(
-            "agreement", lambda encoder: agreement(corpus.encode(held_out, encoding(encoder, True)), similarities)
-        )
+        rows = AgreementRows.of(recipe, corpus, held_out)
+        similarities = teacher_similarities(recipe, rows, clients)
+
+        def agreement(encoder: Encoder) -> float:
+            result = agreement_result(corpus.encode(rows.ids, encoding(encoder, True)), similarities, rows.queries)
+            return next(iter(result.scores.values())).value
+
+        return cls("agreement", agreement)
 
 
-def teacher_similarities(
-    recipe: Recipe, corpus: Corpus, rows: NDArray[np.int64], clients: Sequence[TeacherClient]
-) -> NDArray[np.float32]:
-    """Return the (n, n) mean similarities of the teachers among n rows, weighted by the recipe."""
-    requests = [client.request(rows[None, :], slice(None)) for client in clients]
-    similarities = torch.from_numpy(np.stack([request.result()[0] for request in requests]))
+def teacher_similarities(recipe: Recipe, rows: AgreementRows, clients: Sequence[TeacherClient]) -> NDArray[np.float32]:
+    """Return the teachers' mean similarities, weighted by the recipe: (n, n), or of n queries and m documents (n, m)."""
+    requests = [client.request(rows.ids[None, :], slice(rows.queries or None)) for client in clients]
+    similarities = torch.from_numpy(np.stack([request.result()[0][:, rows.queries :] for request in requests]))
     mean: NDArray[np.float32] = mix_lists(similarities, [teacher.alpha for teacher in recipe.teachers.encoders]).numpy()
     return mean

@@ -41,6 +41,7 @@ from distcse.recipe import RankInferenceSection, Recipe, Role, TeacherSection, d
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.agreement import AgreementRows
 from distcse.runs.distillation.processes import student_needs
 from distcse.runs.final_evaluation import (
     FinalScores,
@@ -51,7 +52,9 @@ from distcse.runs.final_evaluation import (
     stoppable,
 )
 from distcse.storage import ArtifactStore, open_store
+from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import Embedder
 from distcse.text import Corpus
 from distcse.text.corpus import of_role
@@ -123,14 +126,15 @@ def final_scores(
     trained = {each.name: open_store(each.trained, guard) for each in students if each.trained is not None}
     seen = {name: contamination.write(model) for name, model in trained.items()}
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
-    held_out = _held_out_rows(recipe, corpus) if "agreement" in selected else None
-    held_out_task = None
-    if held_out is not None:
-        runs = corpus.role_runs(held_out) if corpus.roles != {"text"} else []
-        roles = [role for role, run in runs for _ in range(run.start, run.stop)]
-        held_out_task = HeldOutVectors(corpus.texts(held_out), roles)
+    held_out_task, rows = None, AgreementRows(np.empty(0, dtype=np.int64))
+    if "agreement" in selected:
+        held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[1]
+        rows = AgreementRows.of(recipe, corpus, held_out)
+        held_out_task = rows.task(corpus)
         tasks.tasks.append(held_out_task)
-    tasks.timed_texts = held_out_task.texts if held_out_task else tasks.first_sentences()
+        tasks.timed_texts = corpus.texts(held_out)
+    else:
+        tasks.timed_texts = tasks.first_sentences()
     precision = decided(recipe.evaluation.precision)
     shared = backend.share((tasks, held_out_task))
     memory = model_memory(recipe.student.backbone)
@@ -152,26 +156,30 @@ def final_scores(
             )
         )
     teachers, first_teacher = recipe.teachers.encoders, len(calls)
-    for number, section in enumerate(teachers):
-        name = "teacher" if len(teachers) == 1 else f"teacher {number}"
-        call = partial(_measure_teacher, name, section, precision, shared)
+    names = ["teacher"] if len(teachers) == 1 else [f"teacher {number}" for number in range(len(teachers))]
+    for name, section in zip(names, teachers, strict=True):
+        table = _complete_table(recipe, section, corpus) if rows.queries else None
+        call = partial(_measure_teacher, name, section, precision, shared, table, rows)
         memory = model_memory(section.backbone if section.loads_model else None)
         calls.append(DeviceCall(f"evaluation of {name}", call, memory))
     options, protocol = student_needs(recipe).options(run.path), [precision, repr(ranks)]
     returned = measure_models(calls, tasks, protocol, run.store, backend, options, reporter)
     measured = [_Measured(*model) for model in returned if model is not None]
     results = [model.results for model in measured]
-    if held_out is not None and None in returned[first_teacher:]:
+    if held_out_task is not None and None in returned[first_teacher:]:
         results = [scored for model in results if (scored := _without_vectors(model)).results]
-    elif held_out is not None:
+    elif held_out_task is not None:
         similarities = np.stack([model.similarities for model in measured if model.similarities is not None])
         mixed = mix_lists(torch.from_numpy(similarities), [teacher.alpha for teacher in teachers]).numpy()
         # The only teacher agrees with itself.
         itself = "teacher" if len(teachers) == 1 else None
         results = [
-            _without_vectors(model) if model.info.name == itself else _with_agreement(model, mixed) for model in results
+            _without_vectors(model)
+            if model.info.name == itself
+            else _with_agreement(model, mixed, held_out_task.queries)
+            for model in results
         ]
-    return compare_measured(results, tasks, calls, returned, precision, started_at)
+    return compare_measured(results, tasks, calls, returned, precision, started_at, names)
 
 
 class _Measured(NamedTuple):
@@ -179,7 +187,7 @@ class _Measured(NamedTuple):
 
     results: ModelResults
     similarities: NDArray[np.float32] | None = None
-    """(n, n) a teacher's similarities of the n held-out sentences, if agreement is measured."""
+    """(n, m) a teacher's similarities of held-out rows (see `HeldOutVectors`), if agreement is measured."""
 
 
 def _measure_student(
@@ -207,24 +215,38 @@ def _measure_teacher(
     section: TeacherSection,
     precision: str,
     shared: Callable[[], tuple[Tasks, HeldOutVectors | None]],
+    table: EmbeddingTable | None,
+    rows: AgreementRows,
     reporter: Reporter,
 ) -> _Measured:
     tasks, held_out = shared()
     if not kind_of(section).is_model:  # an endpoint may charge for each text
         tasks = replace(tasks, timed_texts=[])
     candidate = _teacher_candidate(name, section, precision, reporting(reporter, name))
+    if held_out is not None and table is not None and isinstance(candidate.model, VectorModel):
+        for role in dict.fromkeys(held_out.roles):
+            places = [place for place, each in enumerate(held_out.roles) if each == role]
+            texts = [held_out.texts[place] for place in places]
+            candidate.model.remember(texts, table.vectors(rows.ids[places]), role)
     similarities = None if held_out is None else _similarity_matrix(candidate.model, held_out)
     return _Measured(measure_model(candidate, tasks, reporter), similarities)
 
 
-def _held_out_rows(recipe: Recipe, corpus: Corpus) -> NDArray[np.int64]:
-    return corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[1]
+def _complete_table(recipe: Recipe, teacher: TeacherSection, corpus: Corpus) -> EmbeddingTable | None:
+    """Return a teacher's table of the corpus; None if it has none, or rows are missing."""
+    section = recipe.teachers
+    if not kind_of(teacher).uses_table(section.mode):
+        return None
+    table = table_of(teacher, corpus, open_store(recipe.storage.cache), section.shard_rows)
+    return None if table.missing_shards(verify=False) else table
 
 
-def _with_agreement(model: ModelResults, similarities: NDArray[np.floating]) -> ModelResults:
-    """Replace a model's vectors of the held-out sentences by their agreement with the teachers' (n, n) mixed similarities."""
+def _with_agreement(model: ModelResults, similarities: NDArray[np.floating], queries: int) -> ModelResults:
+    """Replace a model's vectors of the held-out rows by their agreement with the teachers' mixed similarities."""
     results = {
-        key: agreement_result(result.details["vectors"], similarities) if "vectors" in result.details else result
+        key: agreement_result(result.details["vectors"], similarities, queries)
+        if "vectors" in result.details
+        else result
         for key, result in model.results.items()
     }
     return replace(model, results=results)
@@ -236,14 +258,14 @@ def _without_vectors(model: ModelResults) -> ModelResults:
 
 
 def _similarity_matrix(teacher: Model, held_out: HeldOutVectors) -> NDArray[np.float32]:
-    """Return the (n, n) similarities of n held-out texts."""
-    texts = held_out.texts
+    """Return the similarities of the held-out texts, (n, n) or of n queries and m documents (n, m)."""
+    texts, queries = held_out.texts, held_out.queries or len(held_out.texts)
     if isinstance(teacher, VectorModel):
         vectors = vectors_by_role(teacher, texts, held_out.roles)
-        return vectors @ vectors.T
-    pairs = [(one, other) for one in texts for other in texts]
+        return vectors[:queries] @ vectors[held_out.queries :].T
+    pairs = [(one, other) for one in texts[:queries] for other in texts[held_out.queries :]]
     scores = teacher.similarities([one for one, _ in pairs], [other for _, other in pairs])
-    return scores.reshape(len(texts), -1).astype(np.float32)
+    return scores.reshape(queries, -1).astype(np.float32)
 
 
 def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_progress: Progress) -> Candidate:
