@@ -196,7 +196,6 @@ class PlannedPhase(NamedTuple):
 
     name: str
     seconds: float
-    flops: float = 0.0
     binding: str = ""
     note: str = ""
 
@@ -296,22 +295,13 @@ class StudentPlan:
             found += [replace(work, training=False, texts=share * work.texts) for work in found]
         return found + [Pass(model, 2 * rows, length, False, precision) for model in self.models]
 
-    def _extra_flops(self, rows: float, batch: int) -> float:
-        """FLOPs of one worker's step besides its passes: the frozen models' masked-LM heads, and cosines with the batch."""
-        tokens = 2 * rows * self.padded(rows)
-        heads = sum(2.0 * tokens * model.width * model.vocabulary for model in self.models)
-        return heads + 6.0 * rows * batch * self.student.dimension
-
-    def step_flops(self, workers: int, batch: int) -> float:
-        """Return the FLOPs of one step on one worker."""
-        rows = batch / workers
-        return sum(work.flops for work in self.passes(rows)) + self._extra_flops(rows, batch)
-
     def step_on(self, workers: int, batch: int, cluster: PlannedCluster) -> Terms:
         """Return the seconds of one step, by resource, on a cluster."""
-        rows, training = batch / workers, self.recipe.training
-        views = 3 * (workers - 1) / workers * 2 * batch * self.student.dimension * 4.0
-        extra = self._extra_flops(rows, batch)
+        rows, training, width = batch / workers, self.recipe.training, self.student.dimension
+        views = 3 * (workers - 1) / workers * 2 * batch * width * 4.0
+        # Besides the passes: cosines with the batch, and the frozen models' masked-LM heads.
+        heads = sum(4.0 * rows * self.padded(rows) * model.width * model.vocabulary for model in self.models)
+        extra = heads + 6.0 * rows * batch * width
         step = step_terms(self.passes(rows), self.trained, cluster, workers, training, extra, views)
         served, seconds = self._served(workers, batch, cluster.machine), step.seconds(cluster.machine.kind)
         return replace(step, waiting=max(0.0, served - seconds))
@@ -327,11 +317,11 @@ class StudentPlan:
             if teacher.list_source == "rank":
                 references = min(teacher.kind.section.num_references, self.lengths.rows)
                 seconds.append(2.0 * batch * references * teacher.shape.dimension / machine.matmul["fp32"])
-            elif teacher.kind.has_vectors:
-                seconds.append(teacher.pass_over(batch, self.lengths).batched_seconds(machine))
-            else:
-                pairs = teacher.pass_over(batch * batch / workers, self.lengths.pairs())
-                seconds.append(pairs.batched_seconds(machine))
+                continue
+            texts, lengths = float(batch), self.lengths
+            if not teacher.kind.has_vectors:
+                texts, lengths = batch * batch / workers, lengths.pairs()
+            seconds.append(teacher.pass_over(texts, lengths).batched_seconds(machine))
         return max(seconds) * workers / min(workers, section.num_servers)
 
     @cached_property
@@ -344,18 +334,18 @@ class StudentPlan:
         """Seconds of one step."""
         return self.step.seconds(self.cluster.machine.kind) if self.measured is None else self.measured.step
 
-    def memory_of(self, workers: int, batch: int, stage: int) -> dict[str, float]:
-        """Return the memory of one worker at a ZeRO stage."""
+    def memory_of(self, workers: int, batch: int) -> dict[str, float]:
+        """Return the memory of one worker, by what holds it."""
         rows, kind = min(batch / workers, self.recipe.training.grad_cache_chunk or batch), self.cluster.machine.kind
         passes = self.passes(rows, float(self.recipe.student.longest or self.padded(rows)))
         activations = sum(work.saved_bytes(kind) for work in passes if work.training) + 40.0 * batch / workers * batch
         frozen = self.student.frozen_parameters + sum(model.parameters for model in self.models)
-        return worker_memory(self.trained, stage, workers, 4.0 * frozen, activations)
+        return worker_memory(self.trained, self.recipe.training.zero_stage, workers, 4.0 * frozen, activations)
 
     @cached_property
     def memory(self) -> dict[str, float]:
         """Memory of a worker."""
-        return self.memory_of(self.workers, self.batch, self.recipe.training.zero_stage)
+        return self.memory_of(self.workers, self.batch)
 
     @property
     def tables(self) -> dict[str, float]:
@@ -372,12 +362,11 @@ class StudentPlan:
     def phases(self) -> list[PlannedPhase]:
         """Costs of the phases, in the order in which they run."""
         nodes = self.cluster.nodes if self.lengths.rows > PART_ROWS and self.recipe.training.workers else 1
-        note = "once for a corpus" if nodes == 1 else f"on {nodes:,} nodes, once for a corpus"
-        flops = self.step_flops(self.workers, self.batch) * self.workers * self.steps
+        corpus = self.lengths.rows / _TOKENIZED / nodes
         return [
-            PlannedPhase("corpus and tokens", self.lengths.rows / _TOKENIZED / nodes, 0.0, "one thread a node", note),
+            PlannedPhase("corpus and tokens", corpus, "one thread a node", "once for a corpus"),
             *(self.embedding(number, self.cluster.devices) for number in range(len(self.teachers))),
-            PlannedPhase("student", self.steps * self.step_seconds, flops, self.step.binding, f"{self.steps:,} steps"),
+            PlannedPhase("student", self.steps * self.step_seconds, self.step.binding, f"{self.steps:,} steps"),
             self.dev_scores,
         ]
 
@@ -388,7 +377,7 @@ class StudentPlan:
         if teacher.list_source == "live":
             return PlannedPhase(name, 0.0, note="no table, runs during training")
         if teacher.shape is None:
-            return PlannedPhase(name, 0.0, 0.0, "the teacher", f"{rows:,} sentences; time not estimated")
+            return PlannedPhase(name, 0.0, "the teacher", f"{rows:,} sentences; time not estimated")
         shard = min(rows_per_shard(section.shard_rows, rows), rows)
         shards = math.ceil(rows / shard)
         actors = 1 if not self.recipe.uses_ray else max(1, min(shards, section.embedding_workers or devices))
@@ -397,7 +386,7 @@ class StudentPlan:
         if self.measured is not None and number in self.measured.row:
             seconds = self.measured.row[number] * rows
         note = f"{actors:,} embedding actor{'s' if actors > 1 else ''}, once for a corpus"
-        return PlannedPhase(name, seconds, teacher.pass_over(rows, self.lengths).flops, "matrix products", note)
+        return PlannedPhase(name, seconds, "matrix products", note)
 
     @cached_property
     def dev_scores(self) -> PlannedPhase:
@@ -415,7 +404,7 @@ class StudentPlan:
         else:
             score = (work.batched_seconds(machine) if texts else 0.0) + texts / _TOKENIZED
             seconds = number * score + checkpoints * 12.0 * self.trained / _DISK
-        return PlannedPhase("dev scores", seconds, work.flops * number, "", f"{number:,}, with checkpoints")
+        return PlannedPhase("dev scores", seconds, note=f"{number:,}, with checkpoints")
 
     @property
     def seconds(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,9 +10,9 @@ from distcse.errors import CorpusTooSmallError, DistcseError
 from distcse.events import Reporter
 from distcse.planning.costs import FITS, PROCESS, Pass, step_terms, worker_memory
 from distcse.planning.machines import PlannedCluster
-from distcse.planning.sizes import Lengths, Shape, assumed_lengths, read_lengths, read_shape
-from distcse.planning.text import ESTIMATE, NOT_COUNTED, Estimate, describe_cluster, size_text, span
-from distcse.recipe import KINDS, MutualRecipe
+from distcse.planning.sizes import Lengths, assumed_lengths, read_lengths, read_shape
+from distcse.planning.text import ESTIMATE, NOT_COUNTED, Estimate, size_text, span
+from distcse.recipe import KINDS, GroupSection, MutualRecipe
 from distcse.runs.mutual.pairs import fit_to_pairs, temporary_pairs
 from distcse.runs.mutual.phase_store import Kind
 from distcse.runs.mutual.processes import with_max_workers
@@ -25,7 +24,7 @@ _ASSUMED_PAIRS = 10_000
 
 
 class Part(NamedTuple):
-    """Cost of one group in a phase that trains one of its formulations."""
+    """Cost of one group in a phase that trains one of its formulations and scores all pairs with it."""
 
     group: str
     path: str
@@ -43,67 +42,66 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """The groups of a recipe and what they read."""
+class _Pairs:
+    """The pairs of texts that the groups of a recipe read."""
 
-    recipe: MutualRecipe
-    cluster: PlannedCluster
-    shapes: list[dict[Kind, Shape]]
-    """Shapes of each group's bi-encoder and cross-encoder."""
+    number: int
     lengths: Lengths
-    pairs: int
 
     @classmethod
-    def of(cls, recipe: MutualRecipe, cluster: PlannedCluster, rows: int | None) -> _Groups:
-        """Read the groups' shapes and the number of pairs: `rows`, or the recipe's, those of its files, or 10,000."""
+    def of(cls, recipe: MutualRecipe, rows: int | None) -> _Pairs:
+        """Take `rows` pairs, or those that the recipe mines or has in files, or 10,000. Raises `CorpusTooSmallError`."""
         if recipe.pairs.mine is not None:
-            lengths = read_lengths(recipe.pairs.mine.corpus, recipe.groups[0], None)
-            pairs = rows or recipe.pairs.mine.pairs
-        else:
-            counted = _count_pairs(recipe)
-            pairs = rows or counted or recipe.pairs.limit or _ASSUMED_PAIRS
-            why = "pairs in files are not tokenised for a plan"
-            why += "" if rows or counted else f"; {pairs:,} pairs assumed: give --corpus-rows"
-            lengths = assumed_lengths(2 * pairs, why)
-        recipe = fit_to_pairs(with_max_workers(recipe, Reporter()), pairs)
-        shapes: list[dict[Kind, Shape]] = []
-        for group in recipe.groups:
-            # The cross-encoder starts from another model, and reads the first token.
-            cross = group.model_copy(update={"backbone": recipe.cross_start(group), "pooling": "cls"})
-            shapes.append({"bi": read_shape(group), "cross": read_shape(cross)})
-        return cls(recipe, cluster, shapes, lengths, pairs)
+            return cls(rows or recipe.pairs.mine.pairs, read_lengths(recipe.pairs.mine.corpus, recipe.groups[0], None))
+        counted = rows
+        try:
+            with temporary_pairs(recipe) as pairs:
+                counted = rows or len(pairs)
+        except CorpusTooSmallError:
+            raise
+        except DistcseError:  # the files are elsewhere
+            pass
+        number = counted or recipe.pairs.limit or _ASSUMED_PAIRS
+        why = "pairs in files are not tokenised for a plan"
+        why += "" if counted else f"; {number:,} pairs assumed: give --corpus-rows"
+        return cls(number, assumed_lengths(2 * number, why))
 
-    def part(self, number: int, kind: Kind) -> Part:
-        """Return the cost of a group in a phase that trains a formulation and scores all pairs with it."""
-        recipe, group, machine = self.recipe, self.recipe.groups[number], self.cluster.machine
-        section, shape = recipe.loop_of(group, kind), self.shapes[number][kind]
-        rows = self.pairs * (2 if kind == "cross" and recipe.cross_of(group).both_orders else 1)
+    def part(self, recipe: MutualRecipe, group: GroupSection, kind: Kind, cluster: PlannedCluster) -> Part:
+        """Return the cost of a group in a phase."""
+        section, machine = recipe.loop_of(group, kind), cluster.machine
+        encoder, texts, rows, lengths, longest = group, 2.0, self.number, self.lengths, group.longest
+        if kind == "cross":  # it starts from another model, and reads a pair as one text, at its first token
+            settings = recipe.cross_of(group)
+            encoder = group.model_copy(update={"backbone": recipe.cross_start(group), "pooling": "cls"})
+            texts, lengths, longest = 1.0, lengths.pairs(), settings.max_length
+            rows *= 2 if settings.both_orders else 1
+        shape, length = read_shape(encoder), lengths.mean(longest or 512)
+        batch = texts * section.batch_size / group.workers
+        work = Pass(shape, batch, _FILLED * length, True, section.precision)
+        step = step_terms([work], shape.parameters, cluster, group.workers, section)
         steps = total_steps(section, max(1, rows // section.batch_size))
-        work = self._pass(number, kind, section.batch_size / group.workers, True)
-        step = step_terms([work], shape.parameters, self.cluster, group.workers, section)
-        scored = self._pass(number, kind, self.pairs, False).batched_seconds(machine) / group.workers
+        scored = Pass(shape, texts * self.number, length, precision=recipe.mutual.precision).batched_seconds(machine)
         scorer = 4.0 * shape.parameters + (PROCESS if machine.kind == "cpu" else 0.0)
         saved = work.saved_bytes(machine.kind)
         memory = sum(worker_memory(shape.parameters, section.zero_stage, group.workers, scorer, saved).values())
-        training = steps * step.seconds(machine.kind)
-        path = recipe.loop_path(group, kind)
-        return Part(group.name, path, kind, group.workers, steps, training, scored, memory, step.binding)
-
-    def _pass(self, number: int, kind: Kind, pairs: float, training: bool) -> Pass:
-        """Return a pass over pairs: a bi-encoder encodes each sentence, a cross-encoder both as one text."""
-        group, shape = self.recipe.groups[number], self.shapes[number][kind]
-        longest = self.recipe.cross_of(group).max_length if kind == "cross" else group.longest or 512
-        lengths = self.lengths if kind == "bi" else self.lengths.pairs()
-        length = lengths.mean(longest) * (_FILLED if training else 1.0)
-        precision = self.recipe.loop_of(group, kind).precision if training else self.recipe.mutual.precision
-        return Pass(shape, 2 * pairs if kind == "bi" else pairs, length, training, precision)
+        return Part(
+            group=group.name,
+            path=recipe.loop_path(group, kind),
+            kind=kind,
+            workers=group.workers,
+            steps=steps,
+            training=steps * step.seconds(machine.kind),
+            scoring=scored / group.workers,
+            memory=memory,
+            binding=step.binding,
+        )
 
 
 def plan_groups(recipe: MutualRecipe, cluster: PlannedCluster, rows: int | None) -> Estimate:
     """Estimate the cost of all groups over all cycles on a cluster; `rows` are the pairs, None for those of the recipe."""
-    plan = _Groups.of(recipe, cluster, rows)
-    recipe, machine, groups = plan.recipe, cluster.machine, range(len(plan.shapes))
-    parts = {kind: [plan.part(number, kind) for number in groups] for kind in KINDS}
+    pairs = _Pairs.of(recipe, rows)
+    recipe = fit_to_pairs(with_max_workers(recipe, Reporter()), pairs.number)
+    parts = {kind: [pairs.part(recipe, group, kind, cluster) for group in recipe.groups] for kind in KINDS}
     shared = recipe.mutual.shared_workers if recipe.ray else None
     shared = cluster.devices if shared == "auto" else shared
     devices, how = 1, "one after the other"
@@ -123,43 +121,42 @@ def plan_groups(recipe: MutualRecipe, cluster: PlannedCluster, rows: int | None)
     phases = [cost("bi", trains=False), *recipe.mutual.cycles * [cost("cross"), cost("bi")]]
     seconds = sum(spent for spent, _ in phases)
     idle = max(0.0, 1 - sum(work for _, work in phases) / seconds)
-    problems = _find_problems(plan, [part for kind in KINDS for part in parts[kind]], shared)
+    all_parts = [part for kind in KINDS for part in parts[kind]]
+    problems = _find_problems(recipe, cluster, all_parts, shared)
     lines = [
-        f"{recipe.name} on {cluster.spec}: {describe_cluster(cluster)}",
+        f"{recipe.name} on {cluster.spec} ({cluster.machine.name})",
         f"in short   {f'IMPOSSIBLE: {problems[0]}' if problems else span(seconds)}",
         "",
-        f"{plan.pairs:,} pairs, {recipe.mutual.cycles} cycles, {len(groups)} groups {how}; in a cycle:",
+        f"{pairs.number:,} pairs, {recipe.mutual.cycles} cycles, {len(recipe.groups)} groups {how}; in a cycle:",
         f"{'group':<12}{'phase':<8}{'steps':>8}{'training':>12}{'scoring':>12}{'memory':>11}   binds",
         *(
             f"{part.group:<12}{part.kind:<8}{part.steps:>8,}{span(part.training):>12}{span(part.scoring):>12}"
             f"{size_text(part.memory):>11}   {part.binding}"
-            for kind in ("cross", "bi")
-            for part in parts[kind]
+            for part in (*parts["cross"], *parts["bi"])
         ),
         "",
         *([f"idle       {idle:.0%} of the devices' time: a phase ends with its slowest group"] if recipe.ray else []),
         f"assumes    {ESTIMATE}",
-        f"assumes    {machine.name}: rates of {machine.source}",
-        f"assumes    {plan.lengths.source}",
+        f"assumes    {cluster.machine.name}: rates of {cluster.machine.source}",
+        f"assumes    {pairs.lengths.source}",
         f"assumes    {NOT_COUNTED}; mining and dev scores",
         *(f"IMPOSSIBLE {problem}" for problem in problems),
     ]
     described = {
         "recipe": recipe.name,
         "cluster": cluster.spec,
-        "pairs": plan.pairs,
+        "pairs": pairs.number,
         "shared_workers": shared,
         "seconds": seconds,
         "idle": idle,
-        "phases": [part._asdict() for kind in KINDS for part in parts[kind]],
+        "phases": [part._asdict() for part in all_parts],
         "problems": problems,
     }
     return Estimate(lines, described, problems)
 
 
-def _find_problems(plan: _Groups, parts: Sequence[Part], shared: int | None) -> Sequence[str]:
+def _find_problems(recipe: MutualRecipe, cluster: PlannedCluster, parts: list[Part], shared: int | None) -> list[str]:
     """Return why a plan cannot run, each with settings that fix it."""
-    recipe, cluster = plan.recipe, plan.cluster
     found = [
         f"group {part.group} needs {gib(part.memory)} for its {part.kind}-encoder, more than {cluster.machine.name} has; "
         f"lower {part.path}.batch_size, or raise workers of the group"
@@ -173,14 +170,3 @@ def _find_problems(plan: _Groups, parts: Sequence[Part], shared: int | None) -> 
             "mutual.shared_workers: auto, with which groups take turns, or set groups.N.gpus_per_worker"
         )
     return found
-
-
-def _count_pairs(recipe: MutualRecipe) -> int | None:
-    """Count the pairs in the recipe's files; None if they cannot be read. Raises `CorpusTooSmallError`."""
-    try:
-        with temporary_pairs(recipe) as pairs:
-            return len(pairs)
-    except CorpusTooSmallError:
-        raise
-    except DistcseError:
-        return None

@@ -19,15 +19,7 @@ from distcse.planning.costs import Measured, StudentPlan
 from distcse.planning.machines import GPUS, Form, PlannedCluster, this_machine
 from distcse.planning.mutual import plan_groups
 from distcse.planning.sizes import read_lengths
-from distcse.planning.text import (
-    Estimate,
-    described_student,
-    ms,
-    scaling,
-    span,
-    student_lines,
-    student_problems,
-)
+from distcse.planning.text import Estimate, estimate_student, span
 from distcse.preflight.precision import decide_precisions
 from distcse.recipe import BaseRecipe, FamilyRecipe, MutualRecipe, Recipe, with_values
 from distcse.runs.experiment import experiment_of
@@ -57,9 +49,8 @@ def plan(
         ArgumentError: There is no plan for its kind of run, or none for several numbers of devices.
     """
     if type(recipe) is Recipe:
-        plan = StudentPlan.of(recipe, read_lengths(recipe.corpus, recipe.student, rows), cluster, measured)
-        estimate, (scaled, lines) = _estimate(plan), scaling(plan, device_counts)
-        return Estimate([*estimate.lines, *lines], {**estimate.described, "scaling": scaled}, estimate.problems)
+        lengths = read_lengths(recipe.corpus, recipe.student, rows)
+        return estimate_student(StudentPlan.of(recipe, lengths, cluster, measured), device_counts)
     if device_counts:
         raise ArgumentError("--gpus is for a student's recipe; leave it out, or plan one student by itself")
     if isinstance(recipe, FamilyRecipe):
@@ -68,11 +59,6 @@ def plan(
         name = experiment_of(recipe).name
         raise ArgumentError(f"there is no planner for {name}; run it on a small part of its data, and measure")
     return plan_groups(recipe, cluster, rows)
-
-
-def _estimate(plan: StudentPlan) -> Estimate:
-    problems = student_problems(plan)
-    return Estimate(student_lines(plan, problems), described_student(plan, problems), problems)
 
 
 def _plan_family(recipe: FamilyRecipe, cluster: PlannedCluster, rows: int | None) -> Estimate:
@@ -98,23 +84,22 @@ def _plan_family(recipe: FamilyRecipe, cluster: PlannedCluster, rows: int | None
     seconds = first.seconds - first.training_seconds + max(ends)
     how = "one after the other" if at_once == 1 else f"side by side on {at_once} GPUs"
     static = [member.label for member in recipe.static_members]
+    estimates = {name: estimate_student(plan) for name, plan in plans.items()}
     lines = [
         f"family     {len(plans)} students {how}, {span(seconds)} in all; the text is read and embedded once",
-        f"{'student':<20}{'training':>12}{'step':>12}   parameters",
+        f"{'student':<20}{'training':>12}{'step':>12}",
+        *(f"{name:<20}{span(plan.training_seconds):>12}{span(plan.step_seconds):>12}" for name, plan in plans.items()),
         *(
-            f"{name:<20}{span(plan.training_seconds):>12}{ms(plan.step_seconds):>12}   {plan.student.parameters / 1e6:.1f} M"
-            for name, plan in plans.items()
-        ),
-        *(
-            f"{name:<20}{'not counted':>12}{'':>12}   one vector per token; trained last, on the same targets"
+            f"{name:<20}{'not counted':>12}   one vector per token; trained last, on the same targets"
             for name in static
         ),
+        "",
+        *next(iter(estimates.values())).lines,
     ]
-    estimates = {name: _estimate(plan) for name, plan in plans.items()}
-    described = {name: estimate.described for name, estimate in estimates.items()}
     problems = [f"{name}: {problem}" for name, estimate in estimates.items() for problem in estimate.problems]
+    described = {name: estimate.described for name, estimate in estimates.items()}
     found = {"students": described, "static": static, "side_by_side": at_once, "seconds": seconds}
-    return Estimate([*lines, "", *next(iter(estimates.values())).lines], found, problems)
+    return Estimate(lines, found, problems)
 
 
 def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> PlannedCluster:
@@ -147,9 +132,7 @@ def measure(recipe: BaseRecipe, run: Callable[[BaseRecipe, Listener], object]) -
     """Run a few steps of a student's recipe on a sample of its text, in a temporary folder, and return their times."""
     if type(recipe) is not Recipe:
         raise ArgumentError("--measure is for a student's recipe; leave it out, or plan one student or group by itself")
-    steps: list[float] = []
-    blocked: list[float] = []
-    progress: dict[int, list[tuple[float, int]]] = {}
+    steps, blocked, progress = list[float](), list[float](), dict[int, list[tuple[float, int]]]()
 
     def listen(event: Event) -> None:
         match event:
@@ -162,19 +145,14 @@ def measure(recipe: BaseRecipe, run: Callable[[BaseRecipe, Listener], object]) -
 
     with tempfile.TemporaryDirectory() as folder:
         run(_short(recipe, Path(folder)), listen)
-    step = statistics.median(steps[-_STEPS:])
-    row = {number: _per_row(times) for number, times in progress.items() if len(times) > 1}
+    step, row = statistics.median(steps[-_STEPS:]), {}
     note = f"measured on this machine: the median of {len(steps[-_STEPS:])} steps is {1e3 * step:,.3g} ms"
-    note += "".join(
-        f", teacher {number} takes {1e3 * each:.3g} ms per sentence" for number, each in sorted(row.items())
-    )
+    for number, times in sorted(progress.items()):
+        if len(times) > 1:  # from the first report to the last one: without the load of the model
+            (began, first), (ended, last) = times[0], times[-1]
+            row[number] = (ended - began) / max(1, last - first)
+            note += f", teacher {number} takes {1e3 * row[number]:.3g} ms per sentence"
     return Measured(step, statistics.mean(blocked) if blocked else 0.0, row, note)
-
-
-def _per_row(times: list[tuple[float, int]]) -> float:
-    """Return the seconds of a row between the first and the last report of progress: without the load of the model."""
-    (began, first), (ended, last) = times[0], times[-1]
-    return (ended - began) / max(1, last - first)
 
 
 def _short(recipe: Recipe, folder: Path) -> Recipe:

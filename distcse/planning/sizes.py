@@ -50,8 +50,8 @@ class Shape:
     """The sizes of an encoder that determine its cost."""
 
     name: str
-    source: str
-    """Where the sizes come from, for the plan's assumptions."""
+    is_read: bool
+    """Whether the sizes come from a config.json; else they are those published for the name."""
     layers: int
     width: int
     """h: hidden size."""
@@ -76,20 +76,19 @@ def read_shape(section: EncoderSection) -> Shape:
     """
     from transformers import AutoConfig
 
-    name, trusts_code, source, layout = section.backbone, section.trust_remote_code, CONFIG_FILE, Layout()
+    name, trusts_code, layout = section.backbone, section.trust_remote_code, Layout()
     folder = find_local_model(name, trusts_code, [CONFIG_FILE])
     if folder is not None and not is_hub_id(name) and has_any_weights(folder):
         # A hub model's tokenizer may be downloaded later, by the run.
         opened = open_model(name, trusts_code)
         opened.load_tokenizer()  # first: where config.json is missing too, this error says more
         opened.supported_config()
-    if folder is None and is_hub_id(name) and (known := [part for part in _PUBLISHED if part in name.lower()]):
-        family, sizes = _PUBLISHED[known[0]]
-        source = "the sizes published for its name, config.json not read"
-        config: Any = AutoConfig.for_model(family, **sizes)
-    else:
+    known = [sizes for part, sizes in _PUBLISHED.items() if part in name.lower()] if is_hub_id(name) else []
+    if is_read := not (folder is None and known):
         folder = folder or resolve_model(name, trusts_code, [CONFIG_FILE])
         config, layout = ModelFolder.read(folder, trusts_code).load_config(), read_layout(folder)
+    else:
+        config = AutoConfig.for_model(known[0][0], **known[0][1])
     refuse_unpooled_prompt(section, layout)
     try:
         encoder = _build(section, config, layout)
@@ -100,7 +99,7 @@ def read_shape(section: EncoderSection) -> Shape:
     frozen = sum(weight.numel() for weight in pooler.parameters()) if pooler is not None else 0
     return Shape(
         name=name,
-        source=source,
+        is_read=is_read,
         layers=depth_of(backbone),
         width=encoder.width,
         dimension=encoder.dimension,
@@ -218,24 +217,26 @@ def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
     if unopened is not None or not corpus.all_sources:
         why = "the recipe names no text" if unopened is None else f"data set {unopened} is not opened"
         return [], corpus.limit_of_all, why
-    parts: list[list[str]] = []
-    counts, more = [], []
+    parts: list[tuple[list[str], int]] = []
+    why = ""
     for source in corpus.all_sources:
         limit = min(source.limit or _READ_AT_MOST, _READ_AT_MOST)
         try:
             rows = (row for row in Source.of(source, identified=False).rows() if row is not None)
-            parts.append(list(islice(rows, min(limit, _SAMPLED_FROM))))
-            counts.append(len(parts[-1]) + sum(1 for _ in islice(rows, limit - len(parts[-1]))))
+            texts = list(islice(rows, min(limit, _SAMPLED_FROM)))
+            count = len(texts) + sum(1 for _ in islice(rows, limit - len(texts)))
         except DistcseError as error:
             return [], None, f"the text cannot be read ({error})"
-        more += [counts[-1]] if counts[-1] == _READ_AT_MOST and source.limit != _READ_AT_MOST else []
+        parts.append((texts, count))
+        if count == _READ_AT_MOST != source.limit:
+            why = f"read up to row {count:,}: give --corpus-rows if there are more"
+    total, random = sum(count for _, count in parts), np.random.default_rng
     chosen = [
         texts[index]
-        for texts, count in zip(parts, counts, strict=True)
-        for index in np.random.default_rng(0).permutation(len(texts))[: round(_SAMPLE * count / max(1, sum(counts)))]
+        for texts, count in parts
+        for index in random(0).permutation(len(texts))[: round(_SAMPLE * count / max(1, total))]
     ]
-    why = f"read up to row {more[0]:,}: give --corpus-rows if there are more" if more else ""
-    return chosen, sum(counts), why
+    return chosen, total, why
 
 
 def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], str]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from distcse.checks import gib
 from distcse.planning.costs import FITS, PlannedTeacher, StudentPlan, largest_divisor
-from distcse.planning.machines import PlannedCluster
 from distcse.planning.sizes import Shape
 from distcse.preflight.warnings import SettingsWarning
 
@@ -32,77 +31,64 @@ ESTIMATE = (
 NOT_COUNTED = "not counted: start of Ray and imports, downloads, the final evaluation, other load on the machines"
 
 
-def student_lines(plan: StudentPlan, problems: list[str]) -> list[str]:
-    """Return a student's plan as lines, the shortest answer first: whether it can be done, how long it takes, what it holds."""
+def estimate_student(plan: StudentPlan, counts: Sequence[int] = ()) -> Estimate:
+    """Return a student's plan, also on numbers of devices; its first lines are the shortest answer."""
     machine, training, step, needed = plan.cluster.machine, plan.recipe.training, plan.step, sum(plan.memory.values())
-    mean, padded = plan.lengths.mean(plan.recipe.student.longest), plan.padded(plan.batch / plan.workers)
+    problems, advice, (scaled, scaled_lines) = student_problems(plan), student_advice(plan), scaling(plan, counts)
     held = f"{size_text(needed)} of {size_text(machine.memory)} per worker"
     short = f"{span(plan.seconds)}, {held}, {size_text(plan.disk_bytes)} of cache; bound by {step.binding}"
-    parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.memory.items())
-    tables = ", ".join(f"{name} {size_text(size)}" for name, size in plan.tables.items()) or "none"
-    shapes = [plan.student, *(teacher.shape for teacher in plan.teachers if teacher.shape), *plan.models]
-    sources = dict.fromkeys(
-        f"assumes    shape of {shape.name} from {shape.source}" for shape in shapes if shape.source != "config.json"
-    )
-    return [
-        f"{plan.recipe.name} on {plan.cluster.spec}: {describe_cluster(plan.cluster)}",
+    lines = [
+        f"{plan.recipe.name} on {plan.cluster.spec} ({machine.name})",
         f"in short   {f'IMPOSSIBLE: {problems[0]}' if problems else short}",
         "",
         f"student    {_describe_shape(plan.student)}; {plan.trained / 1e6:.1f} M are trained",
-        *(f"teacher {n}  {_describe_teacher(teacher)}" for n, teacher in enumerate(plan.teachers)),
-        f"text       {plan.lengths.rows:,} sentences; {mean:.1f} tokens on average, padded to {padded:.1f}",
+        *(f"teacher {number}  {_describe_teacher(teacher)}" for number, teacher in enumerate(plan.teachers)),
+        f"text       {plan.lengths.rows:,} sentences; {plan.lengths.mean(plan.recipe.student.longest):.1f} tokens on "
+        f"average, padded to {plan.padded(plan.batch / plan.workers):.1f}",
         f"steps      {plan.steps:,} of {plan.batch} sentences on {plan.workers:,} worker{'s' if plan.workers > 1 else ''}, "
         f"{'two views' if plan.has_dropout else 'one pass for both views'}, {training.precision}, ZeRO {training.zero_stage}",
         "",
-        f"{'phase':<20}{'time':>12}{'PFLOP':>12}   binds",
+        f"{'phase':<20}{'time':>12}   binds",
         *(
-            f"{phase.name:<20}{span(phase.seconds):>12}{f'{phase.flops / 1e15:,.4g}' if phase.flops else '-':>12}   "
-            f"{phase.binding}{f' ({phase.note})' if phase.note else ''}"
+            f"{phase.name:<20}{span(phase.seconds):>12}   {phase.binding}{f' ({phase.note})' if phase.note else ''}"
             for phase in plan.phases
         ),
-        f"{'all':<20}{span(plan.seconds):>12}{sum(phase.flops for phase in plan.phases) / 1e15:>12,.4g}",
+        f"{'all':<20}{span(plan.seconds):>12}",
         "",
-        f"step       {ms(plan.step_seconds)}: matrix products {ms(step.math)}, memory traffic {ms(step.traffic)}, host "
-        f"{ms(step.host)}{' (overlapped)' if machine.kind == 'gpu' else ''}, network {ms(step.network)}, waiting for lists "
-        f"{ms(step.waiting)}",
-        f"binds      {step.binding}",
-        f"tables     {tables}; total cache {size_text(plan.disk_bytes)}",
-        f"memory     {size_text(needed)} per worker, of {size_text(machine.memory)}: {parts}",
+        f"step       {span(plan.step_seconds)}: matrix products {span(step.math)}, memory traffic {span(step.traffic)}, host "
+        f"{span(step.host)}{' (overlapped)' if machine.kind == 'gpu' else ''}, network {span(step.network)}, waiting for "
+        f"lists {span(step.waiting)}",
+        f"tables     {_sizes(plan.tables) or 'none'}; total cache {size_text(plan.disk_bytes)}",
+        f"memory     {held}: {_sizes(plan.memory)}",
         "",
         f"assumes    {ESTIMATE if plan.measured is None else plan.measured.note}",
         f"assumes    {machine.name}: rates of {machine.source}; nodes are connected at 100 Gbit/s",
         f"assumes    {plan.lengths.source}",
-        *sources,
         f"assumes    {NOT_COUNTED}",
-        *(f"advice     {line}" for line in student_advice(plan)),
+        *(f"advice     {line}" for line in advice),
         *(f"IMPOSSIBLE {problem}" for problem in problems),
+        *scaled_lines,
     ]
-
-
-def described_student(plan: StudentPlan, problems: list[str]) -> dict[str, Any]:
-    """Return a student's plan as a JSON object, in seconds, bytes and FLOPs."""
-    stage = plan.recipe.training.zero_stage
-    return {
+    described = {
         "recipe": plan.recipe.name,
         "cluster": plan.cluster.spec,
-        "machine": plan.cluster.machine.name,
         "measured": plan.measured is not None,
         "workers": plan.workers,
         "batch": plan.batch,
         "rows": plan.lengths.rows,
-        "lengths": plan.lengths.source,
         "steps": plan.steps,
-        "parameters": {"student": plan.student.parameters, "trained": plan.trained},
         "phases": [phase._asdict() for phase in plan.phases],
         "seconds": plan.seconds,
         "training_seconds": plan.training_seconds,
-        "step": {"seconds": plan.step_seconds, "binding": plan.step.binding, **vars(plan.step)},
+        "step": {"seconds": plan.step_seconds, "binding": step.binding, **vars(step)},
         "tables": plan.tables,
         "disk": plan.disk_bytes,
-        "memory": {"stage": stage, **plan.memory, "total": sum(plan.memory.values())},
+        "memory": {"stage": training.zero_stage, **plan.memory, "total": needed},
         "problems": problems,
-        "advice": student_advice(plan),
+        "advice": advice,
+        "scaling": scaled,
     }
+    return Estimate(lines, described, problems)
 
 
 def scaling(plan: StudentPlan, counts: Sequence[int]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -121,16 +107,18 @@ def scaling(plan: StudentPlan, counts: Sequence[int]) -> tuple[list[dict[str, An
         workers, batch = largest_divisor(plan.batch, count), plan.batch * count
         grown = plan.step_on(count, batch, cluster)
         strong, weak = plan.step_on(workers, plan.batch, cluster).seconds(kind), grown.seconds(kind)
-        teachers = sum(plan.embedding(number, count).seconds for number in range(len(plan.teachers)))
-        student = plan.steps * strong
-        memory = sum(plan.memory_of(count, batch, plan.recipe.training.zero_stage).values())
+        row = {
+            "devices": count,
+            "teachers": sum(plan.embedding(number, count).seconds for number in range(len(plan.teachers))),
+            "student": plan.steps * strong,
+            "memory": sum(plan.memory_of(count, batch).values()),
+        }
         shares = {"strong": alone / strong / workers, "weak": alone / weak}
-        found.append(
-            {"devices": count, "teachers": teachers, "student": student, "memory": memory, "efficiency": shares}
-        )
+        found.append({**row, "efficiency": shares})
         lines.append(
-            f"{count:>8,}{span(teachers):>12}{workers:>7,}{ms(strong):>10}{shares['strong']:>8.0%}{span(student):>12} |"
-            f"{batch:>9,}{ms(weak):>10}{shares['weak']:>8.0%}{size_text(memory):>11}  {grown.binding}"
+            f"{count:>8,}{span(row['teachers']):>12}{workers:>7,}{span(strong):>10}{shares['strong']:>8.0%}"
+            f"{span(row['student']):>12} |{batch:>9,}{span(weak):>10}{shares['weak']:>8.0%}"
+            f"{size_text(row['memory']):>11}  {grown.binding}"
         )
     return found, lines if counts else []
 
@@ -147,24 +135,26 @@ def student_problems(plan: StudentPlan) -> list[str]:
     sharing = min(plan.workers, cluster.per_node) if machine.kind == "cpu" else 1
     available, needed = FITS * machine.memory / sharing, sum(plan.memory.values())
     if needed > available:
-        stage = plan.recipe.training.zero_stage
-        batches = (plan.batch >> halved for halved in range(1, plan.batch.bit_length() - 1))
-        fitting = (
-            batch
-            for batch in batches
-            if batch % plan.workers == 0 and sum(plan.memory_of(plan.workers, batch, stage).values()) <= available
+        smaller = (plan.batch >> halved for halved in range(1, plan.batch.bit_length() - 1))
+        batch = next(
+            (
+                batch
+                for batch in smaller
+                if batch % plan.workers == 0 and sum(plan.memory_of(plan.workers, batch).values()) <= available
+            ),
+            None,
         )
-        batch = next(fitting, None)
         fix = f"write training.batch_size={batch}" if batch else "take a smaller backbone, or a larger device"
         found.append(
-            f"a worker needs {gib(needed)} at ZeRO stage {stage}, {machine.name} has {gib(available)}; {fix}, or more workers"
+            f"a worker needs {gib(needed)} at ZeRO stage {plan.recipe.training.zero_stage}, {machine.name} has "
+            f"{gib(available)}; {fix}, or more workers"
         )
     return found
 
 
 def student_advice(plan: StudentPlan) -> list[str]:
     """Return settings that would cost less."""
-    found, recipe, machine = [], plan.recipe, plan.cluster.machine
+    found, machine = [], plan.cluster.machine
     if idle := max(0, plan.cluster.devices - plan.workers - plan.others):
         found.append(
             f"{idle:,} of {plan.cluster.devices:,} devices do not train (batch {plan.batch}): "
@@ -182,20 +172,14 @@ def student_advice(plan: StudentPlan) -> list[str]:
     if plan.step.binding == "host and launches":
         found.append("the host is the bottleneck: a larger batch hardly takes more time per step")
     if plan.step.binding == "teachers' lists":
-        servers = max(2, recipe.teachers.num_servers * 2)
+        servers = max(2, plan.recipe.teachers.num_servers * 2)
         found.append(f"teachers' lists are the bottleneck: try teachers.num_servers={servers} or more")
     return found
 
 
-def describe_cluster(cluster: PlannedCluster) -> str:
-    """Describe the machines, such as `2 nodes of 8 x H100-80G`."""
-    if cluster.devices == 1:
-        return cluster.machine.name
-    return f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''} of {cluster.per_node:,} x {cluster.machine.name}"
-
-
 def _describe_shape(shape: Shape) -> str:
-    return f"{shape.name}, {shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
+    sizes = f"{shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
+    return f"{shape.name}, {sizes}{'' if shape.is_read else ' (published; no config.json here)'}"
 
 
 def _describe_teacher(teacher: PlannedTeacher) -> str:
@@ -206,18 +190,17 @@ def _describe_teacher(teacher: PlannedTeacher) -> str:
     return f"{_describe_shape(teacher.shape)}, {teacher.kind.precision}, {work}"
 
 
+def _sizes(sizes: dict[str, float]) -> str:
+    return ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items())
+
+
 def span(seconds: float) -> str:
     """Format seconds in a readable unit."""
     for unit, name in ((86400 * 365, "years"), (86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"
-    return f"{seconds:.1f} s" if seconds >= 1 or not seconds else ms(seconds)
-
-
-def ms(seconds: float) -> str:
-    """Format seconds in milliseconds."""
-    seconds = round(seconds, 9)  # removes rounding errors of sums
-    return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
+    # Rounded, so that no sum's error remains of a difference that is 0.
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * round(seconds, 9):.3g} ms"
 
 
 def size_text(size: float) -> str:

@@ -89,7 +89,7 @@ def test_bert_base_has_the_sizes_of_its_paper() -> None:
         + 12 * (4 * (768 * 768 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768)
     )
     assert shape.parameters == by_hand == 108_891_648
-    assert shape.source != "config.json"  # it was not read
+    assert not shape.is_read  # config.json is not here
     assert Pass(shape, 1, 32).flops == 32 * 12 * (24 * 768**2 + 4 * 32 * 768) == 32 * 171_048_960
 
 
@@ -116,14 +116,15 @@ def test_flops_equal_torchs_flop_counter(kind: str, training: bool, tiny: Callab
 
 
 def test_a_step_counts_both_views_discriminator_and_generator() -> None:
-    recipe = load_recipe("diffcse-bert-base", ["training.batch_size=8"])
-    plan = StudentPlan.of(recipe, Lengths(np.full(10, 20), 1000, "a test", 80.0), PlannedCluster("local", 1, 1, CPU))
+    recipe, cluster = load_recipe("diffcse-bert-base", ["training.batch_size=8"]), PlannedCluster("local", 1, 1, CPU)
+    plan = StudentPlan.of(recipe, Lengths(np.full(10, 20), 1000, "a test", 80.0), cluster)
     (generator,) = plan.models
     student, discriminator, edited = plan.passes(8)
     assert student.texts == discriminator.texts == edited.texts == 16
     assert (student.training, discriminator.training, edited.training) == (True, True, False)
     head = 2 * 16 * 20 * generator.width * generator.vocabulary
-    assert plan.step_flops(1, 8) == 2 * student.flops + edited.flops + head + 6 * 8 * 8 * 768
+    flops = plan.step_on(1, 8, cluster).math * CPU.rate("fp32")
+    assert flops == pytest.approx(2 * student.flops + edited.flops + head + 6 * 8 * 8 * 768, rel=1e-9)
     without_dropout = plan_of(load_recipe(RANKCSE, ["student.dropout=0.0"]))
     assert without_dropout.passes(8)[0].texts == 8  # one pass computes both views
 
@@ -133,8 +134,8 @@ def test_gradcache_saves_activations_for_another_forward_pass() -> None:
         plan_of(load_recipe(RANKCSE, ["training.workers=1", *override]))
         for override in ([], ["training.grad_cache_chunk=8"])
     )
-    assert 1.25 < chunks.step_flops(1, 128) / plain.step_flops(1, 128) < 1 + 15 / 16 / 3
-    assert chunks.memory_of(1, 128, 0)["activations"] < plain.memory_of(1, 128, 0)["activations"] / 8
+    assert 1.25 < chunks.step.math / plain.step.math < 1 + 15 / 16 / 3
+    assert chunks.memory["activations"] < plain.memory["activations"] / 8
 
 
 # Recorded runs
