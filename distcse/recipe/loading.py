@@ -315,6 +315,10 @@ def _apply_override(document: Document, override: str, model: type[BaseModel]) -
     path, equals, value = override.partition("=")
     if not equals or not path:
         raise InvalidValueError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
+    if path == "teachers" and path in model.model_fields and isinstance(names := _value(value, path), str | list):
+        document[path] = _with_teachers(document.get(path), [names] if isinstance(names, str) else names)
+        return
+    path = _written_out(path, value, model)
     *parents, last = path.split(".")
     node: Any = document
     for depth, key in enumerate(parents):
@@ -327,6 +331,26 @@ def _apply_override(document: Document, override: str, model: type[BaseModel]) -
         node[_index_in(node, last, path)] = parsed
     else:
         node[last] = parsed
+
+
+_SHORT = {"corpus": "corpus.path", "student": "student.backbone", "teacher": "teachers.encoders.0.backbone"}
+"""Paths that a value without keys is for, by what stands for them on a command line."""
+
+
+def _written_out(path: str, value: str, model: type[BaseModel]) -> str:
+    """Return the path of an override such as `corpus=FILE`."""
+    meant = _SHORT.get(path, path)
+    if meant.partition(".")[0] not in model.model_fields or value in ("", *_NULLS) or value.startswith("{"):
+        return path
+    return meant
+
+
+def _with_teachers(section: Any, names: list[Any]) -> Document:
+    """Return a section of teachers with these backbones, which have the settings of those before them in their places."""
+    section = section if isinstance(section, dict) else {}
+    before = section.get("encoders") or []
+    settings = [*before, *[{}] * len(names)][: len(names)]
+    return {**section, "encoders": [{**each, "backbone": name} for each, name in zip(settings, names, strict=True)]}
 
 
 def _enter(node: Any, key: str, path: str) -> Any:
