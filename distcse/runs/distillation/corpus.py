@@ -27,14 +27,14 @@ from distcse.preflight.warnings import (
     warn_of_unknown_tokens,
     warn_of_unused_prompts,
 )
-from distcse.recipe import EncoderSection, Recipe, StudentSection, TeacherSection, TrainingSection
+from distcse.recipe import CandidatesSection, EncoderSection, Recipe, StudentSection, TeacherSection, TrainingSection
 from distcse.runs.backend import Backend, DeviceCall, EmbeddingRequest
 from distcse.runs.directory import require_lasting
 from distcse.runs.distillation.processes import student_needs
 from distcse.runs.final_evaluation import excluded_sentences
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, storage_errors
-from distcse.teachers.candidates import CandidateSearch
+from distcse.teachers.candidates import CANDIDATES, CandidateSearch
 from distcse.teachers.embedding import identity_of, new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
@@ -215,8 +215,10 @@ def averaged_teachers(recipe: Recipe) -> dict[int, TeacherSection]:
     return found if len(found) > 1 else {}
 
 
-_STAGE, _CANDIDATES = "tokens", "candidates"
+_STAGE = "tokens"
 _MEMORY, _SEARCH_MEMORY = 2 * GIB, 3 * GIB
+_INDEXED_BYTES = 1000
+"""Estimate of a text with its entries in BM25's index."""
 
 
 def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: Reporter) -> TokenTable:
@@ -226,7 +228,7 @@ def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: R
     tokens, note = TokenTable.find(wanted), "reused"
     if tokens is None:
         if wanted.has_parts:
-            with _lease(wanted, reporter):
+            with _lease(wanted.parts_store, reporter, "tokenizes the same sentences"):
                 if TokenTable.find(wanted) is None:  # otherwise another run has made it during the wait
                     _write_parts(recipe, wanted, backend, reporter)
                     wanted.write_table(on_progress)
@@ -239,12 +241,11 @@ def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: R
     return tokens
 
 
-def _lease(wanted: Tokenization, reporter: Reporter) -> AbstractContextManager[Lease]:
-    """Return a context manager that holds the parts' lease, so that two runs do not make the same ones."""
-    store = wanted.parts_store
+def _lease(store: ArtifactStore, reporter: Reporter, waits_for: str) -> AbstractContextManager[Lease]:
+    """Return a context manager that holds the lease of parts, so that two runs do not make the same ones."""
     with storage_errors(store.path):
         store.path.mkdir(parents=True, exist_ok=True)
-    return Lease.held(store, reporter, waits_for="tokenizes the same sentences")
+    return Lease.held(store, reporter, waits_for=waits_for)
 
 
 def _write_parts(recipe: Recipe, wanted: Tokenization, backend: Backend, reporter: Reporter) -> None:
@@ -345,43 +346,44 @@ def prepare_tables(
 
 def prepare_candidates(
     recipe: Recipe, corpus: Corpus, tables: Sequence[EmbeddingTable | None], backend: Backend, reporter: Reporter
-) -> ArtifactStore | None:
+) -> CandidateSearch | None:
     """Find the candidates of the corpus's queries, or take them from the cache.
 
     Returns:
-        The folder of `Candidates`; None if no loss compares candidates.
+        Where they are; None if no loss compares candidates.
     """
     if recipe.candidates is None or not recipe.compares_candidates:
         return None
-    wanted = _candidate_search(recipe, corpus, [table for table in tables if table is not None])
+    wanted = _candidate_search(recipe, recipe.candidates, corpus, tables)
     total, found = len(wanted.queries), wanted.missing_blocks()
     if found:
-        start_stage(reporter, _CANDIDATES, total)
-        with storage_errors(wanted.store.path):
-            wanted.store.path.mkdir(parents=True, exist_ok=True)
-        with Lease.held(wanted.store, reporter, waits_for="looks for the same candidates"):
+        start_stage(reporter, CANDIDATES, total)
+        with _lease(wanted.store, reporter, "looks for the same candidates"):
             found = wanted.missing_blocks()  # fewer if another run found some during the wait
+            options = student_needs(recipe).options(uses_gpu=False)
+            if wanted.lacks_index:
+                memory = _MEMORY + _INDEXED_BYTES * len(wanted.documents)
+                backend.run_on_devices([DeviceCall("BM25 index", wanted.write_index, memory)], options, reporter)
             calls = [
-                DeviceCall(f"candidates of block {number}", partial(_write_candidates, wanted, number), _SEARCH_MEMORY)
+                DeviceCall(f"candidates of block {number}", partial(wanted.write_block, number), _SEARCH_MEMORY)
                 for number in found
             ]
-            backend.run_on_devices(calls, student_needs(recipe).options(uses_gpu=False), reporter)
+            backend.run_on_devices(calls, options, reporter)
     new = sum(len(wanted.blocks[number]) for number in found)
     each = recipe.candidates.per_query
     report_finished(
-        reporter, _CANDIDATES, new, f"{each} for each of {total:,} queries, {total - new:,} reused", total - new
+        reporter, CANDIDATES, new, f"{each} for each of {total:,} queries, {total - new:,} reused", total - new
     )
-    return wanted.store
+    return wanted
 
 
-def _candidate_search(recipe: Recipe, corpus: Corpus, tables: Sequence[EmbeddingTable]) -> CandidateSearch:
-    assert recipe.candidates is not None
-    teachers = TargetSpec(tables, [teacher.alpha for teacher in recipe.teachers.encoders])
-    return CandidateSearch(corpus.store, teachers, recipe.candidates, open_store(recipe.storage.cache))
-
-
-def _write_candidates(wanted: CandidateSearch, number: int, reporter: Reporter) -> None:
-    wanted.write_block(number, partial(reporter.advance, _CANDIDATES, total=None, unit="documents compared"))
+def _candidate_search(
+    recipe: Recipe, section: CandidatesSection, corpus: Corpus, tables: Sequence[EmbeddingTable | None]
+) -> CandidateSearch:
+    alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
+    used = [(table, alpha) for table, alpha in zip(tables, alphas, strict=True) if table is not None]
+    teachers = TargetSpec([table for table, _ in used], [alpha for _, alpha in used])
+    return CandidateSearch(corpus.store, teachers, section, open_store(recipe.storage.cache))
 
 
 def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None) -> int:

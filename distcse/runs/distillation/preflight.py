@@ -201,8 +201,8 @@ def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[E
         report_warnings(teacher_token_warnings(recipe, corpus), reporter)
         with joined_for_embedding(recipe, backend.cluster):
             tables = prepare_tables(recipe, corpus, backend, reporter)
-            if (store := prepare_candidates(recipe, corpus, tables, backend, reporter)) is not None:
-                _report_candidates(corpus, Candidates(store, len(corpus.rows_of_role("query"))), reporter)
+            if (found := prepare_candidates(recipe, corpus, tables, backend, reporter)) is not None:
+                _report_candidates(corpus, Candidates(found), reporter)
             return tables
 
 

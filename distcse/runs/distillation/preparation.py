@@ -28,6 +28,7 @@ from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.final_evaluation import labelled_tasks
 from distcse.runs.distillation.processes import student_needs
 from distcse.storage import ArtifactStore, open_store
+from distcse.teachers.candidates import import_bm25s
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import starts_servers
@@ -213,8 +214,10 @@ def require_vectors(recipe: Recipe) -> None:
         )
     tabled = [kind.uses_table(recipe.teachers.mode) for kind in kinds]
     numbers = {*recipe.objective.vector_teachers(len(tabled))}
-    if recipe.compares_candidates:
+    if recipe.candidates is not None and recipe.compares_candidates:
         numbers |= {*range(len(tabled))}
+        if recipe.candidates.by != "teachers":
+            import_bm25s()
     missing = [number for number in sorted(numbers) if not tabled[number]]
     if missing:
         (key, *_) = recipe.objective.keys_that_need("vectors", "candidates", active=True)
