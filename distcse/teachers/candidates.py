@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,15 @@ BLOCK_DOCUMENTS = 16_384
 """Documents that a block of queries is compared with at once: their products take 512 MB."""
 _SCORED_QUERIES = 512
 """Queries whose candidates' vectors are in memory at once."""
+
+
+class Candidates(NamedTuple):
+    """Candidates of n queries."""
+
+    ids: NDArray[np.int64]
+    """(n, k) row ids of documents."""
+    scores: NDArray[np.float32]
+    """(n, k) the teachers' scores."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +137,22 @@ class CandidateSearch:
             np.save(temporary / _IDS, self.documents[places])
             np.save(temporary / _SCORES, self._cosines(vectors, places))
 
-    def read_block(self, block: range) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the (n, k) row ids of a block's candidates, and the means of the teachers' cosines.
+    def read_block(self, block: range) -> Candidates:
+        """Return a block's candidates, with the weighted means of the teachers' cosines.
 
         Raises:
             CorpusCacheError: The block is incomplete or damaged.
         """
         folder = self._folder(block)
         fetch_label(folder, _LABEL, CANDIDATES)
-        return np.load(folder.path / _IDS, mmap_mode="r"), np.load(folder.path / _SCORES)
+        return Candidates(np.load(folder.path / _IDS, mmap_mode="r"), np.load(folder.path / _SCORES))
+
+    def open(self) -> Candidates:
+        """Return all queries' candidates, as `read_block` does."""
+        blocks = list(map(self.read_block, self.blocks))
+        return Candidates(
+            np.concatenate([block.ids for block in blocks]), np.concatenate([block.scores for block in blocks])
+        )
 
     def _folder(self, block: range) -> ArtifactStore:
         return self.store / f"{block.start}-{block.stop}"
@@ -216,21 +232,3 @@ def _half_each(near: NDArray[np.int64], sharing: NDArray[np.int64]) -> NDArray[n
         others = [place for place in second if place >= 0 and place not in kept][: count - half]
         joined[row] = list(dict.fromkeys([*kept, *others, *first[half:]]))[:count]
     return joined
-
-
-class Candidates:
-    """The candidates of a corpus's n queries.
-
-    Args:
-        search: How they were found.
-
-    Raises:
-        CorpusCacheError: A block is incomplete or damaged.
-    """
-
-    def __init__(self, search: CandidateSearch) -> None:
-        ids, scores = zip(*map(search.read_block, search.blocks), strict=True)
-        self.ids: NDArray[np.int64] = np.concatenate(ids)
-        """(n, k) row ids of documents."""
-        self.scores: NDArray[np.float32] = np.concatenate(scores)
-        """(n, k) the teachers' scores."""

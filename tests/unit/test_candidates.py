@@ -20,16 +20,21 @@ from distcse.errors import (
     InvalidValueError,
     MissingDependencyError,
     StoppedEarlyError,
+    TeacherOutputError,
+    UnsuitableTeacherError,
 )
 from distcse.events import Event, Reporter, StageProgress
 from distcse.losses import TeacherOutputs, Views
 from distcse.losses.candidates import CandidateRank, margin_mse
+from distcse.models import CrossEncoder
 from distcse.recipe import CandidatesSection, Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.corpus import prepare_candidates, prepare_tables, read_corpus
 from distcse.runs.distillation.experiment import Distillation
 from distcse.storage import content_key
+from distcse.teachers import candidate_scores as scores_module
 from distcse.teachers import candidates as candidates_module
+from distcse.teachers.candidate_scores import ScoredCandidates
 from distcse.teachers.candidates import Candidates, CandidateSearch
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import CandidateSampler, Corpus
@@ -94,9 +99,9 @@ def found(recipe: Recipe, events: list[Event] | None = None) -> tuple[Corpus, li
     reporter = Reporter([].append if events is None else events.append)
     corpus = read_corpus(recipe, reporter)
     tables = [table for table in prepare_tables(recipe, corpus, LocalBackend(), reporter) if table is not None]
-    search = prepare_candidates(recipe, corpus, tables, LocalBackend(), reporter)
-    assert search is not None
-    return corpus, tables, search
+    scored = prepare_candidates(recipe, corpus, tables, LocalBackend(), reporter)
+    assert scored is not None
+    return corpus, tables, scored.search
 
 
 def test_each_query_has_its_nearest_documents_by_all_teachers_and_others_at_random(
@@ -109,7 +114,7 @@ def test_each_query_has_its_nearest_documents_by_all_teachers_and_others_at_rand
     mean = sum(
         weight / 3 * table.vectors(queries) @ table.vectors(documents).T for weight, table in enumerate(tables, start=1)
     )
-    stored = Candidates(search)
+    stored = search.open()
     assert stored.ids.shape == stored.scores.shape == (24, 8)
     for row in range(len(queries)):
         expected = documents[np.argsort(-mean[row], kind="stable")[:6]]
@@ -122,7 +127,136 @@ def test_each_query_has_its_nearest_documents_by_all_teachers_and_others_at_rand
 def found_by(recipe: Recipe, by: str, **others: int) -> tuple[Corpus, CandidateSearch, Candidates]:
     section = CandidatesSection.model_validate({"per_query": 8, "random": 2, "per_step": 3, "by": by, **others})
     corpus, _, search = found(recipe.model_copy(update={"candidates": section}))
-    return corpus, search, Candidates(search)
+    return corpus, search, search.open()
+
+
+@pytest.fixture
+def scored(recipe: Recipe, tiny_cross: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    """Makes the recipe with a cross-encoder, of weight 3, as the third teacher, and overrides."""
+    cross = {"backbone": str(tiny_cross), "max_length": 32, "alpha": 3.0, "precision": "fp32"}
+    document = json.loads((tmp_path / "recipe.yaml").read_text())
+    document["teachers"]["encoders"].append(cross)
+    document["objective"]["regression"] = {"teachers": [0, 1]}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+    return lambda *overrides: load_recipe(str(tmp_path / "recipe.yaml"), overrides)
+
+
+def scored_by(recipe: Recipe, events: list[Event] | None = None) -> tuple[Corpus, ScoredCandidates]:
+    reporter = Reporter([].append if events is None else events.append)
+    corpus = read_corpus(recipe, reporter)
+    tables = prepare_tables(recipe, corpus, LocalBackend(), reporter)
+    found = prepare_candidates(recipe, corpus, tables, LocalBackend(), reporter)
+    assert found is not None
+    return corpus, found
+
+
+def last_of(events: list[Event], stage: str) -> tuple[int, int | None]:
+    """Return what a stage did, and what it reused."""
+    (*_, last) = (
+        event for event in events if isinstance(event, StageProgress) and event.finished and event.name == stage
+    )
+    return last.done, last.reused
+
+
+def test_a_cross_encoder_scores_what_the_others_find(
+    scored: Callable[..., Recipe], tiny_cross: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
+    monkeypatch.setattr(scores_module, "SHARD_PAIRS", 30)  # three queries: a block's last shard has one
+    corpus, candidates = scored_by(scored())
+    found, mean = candidates.search.open(), candidates.open()
+    assert mean.ids.tolist() == found.ids.tolist() and mean.scores.dtype == np.float32
+    queries = corpus.texts(candidates.search.queries)
+    pairs = [(queries[row], text) for row, ids in enumerate(found.ids) for text in corpus.texts(ids)]
+    read = CrossEncoder.load(tiny_cross, 32).score(pairs).reshape(found.ids.shape)
+    assert read.std() > 1e-3
+    np.testing.assert_allclose(mean.scores, (found.scores + read) / 2, atol=1e-6)
+
+
+def test_scores_are_computed_once_whatever_their_weight(
+    scored: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores_module, "SHARD_PAIRS", 40)
+    events: list[Event] = []
+    _, before = scored_by(scored(), events)
+    assert last_of(events, "teacher 2") == (24 * 8, 0)
+    (store,) = (scoring.store.path for scoring in before.scorings)
+    (store / "5-10" / "scores.npy").write_bytes(b"damaged")
+    _, after = scored_by(scored("teachers.encoders.2.alpha=1"), events)
+    assert last_of(events, "teacher 2") == (5 * 8, 24 * 8 - 5 * 8)
+    cosines, read = before.search.open().scores, before.scorings[0].scores()
+    np.testing.assert_allclose(after.open().scores, (3 * cosines + read) / 4, atol=1e-6)
+
+
+def test_a_stop_ends_the_scoring_after_a_batch_and_keeps_the_shards_before(
+    scored: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scores_module, "SHARD_PAIRS", 40)
+    monkeypatch.setattr("distcse.runs.distillation.corpus.SHARDS_PER_CALL", 2)
+    wanted, done = scored("teachers.tokens_per_batch=64"), list[int]()
+    corpus = read_corpus(wanted, Reporter())
+    tables = prepare_tables(wanted, corpus, LocalBackend(), Reporter())
+
+    def note(event: Event) -> None:
+        if isinstance(event, StageProgress) and event.name == "teacher 2":
+            done.append(event.done)
+
+    with fails_with(StoppedEarlyError, "from shard 2"):
+        prepare_candidates(
+            wanted, corpus, tables, LocalBackend(), Reporter(note, lambda: bool(done) and done[-1] > 125)
+        )
+    assert done == sorted(done) and 125 < done[-1] < 160  # in the fourth shard
+    events: list[Event] = []
+    scored_by(wanted, events)
+    assert last_of(events, "teacher 2") == (24 * 8 - 120, 120)
+
+
+def test_a_teacher_that_only_scores_candidates_is_not_asked_in_training(scored: Callable[..., Recipe]) -> None:
+    """Its lists would take the square of the batch in pairs. A term that compares lists asks it."""
+    with Distillation(scored()).opened(LocalBackend(), Reporter()) as run:
+        assert [teacher.alpha for teacher in run.spec.recipe.teachers.encoders] == [1.0, 2.0]
+        assert [table is None for table in run.tables] == [False, False]
+    with Distillation(scored("objective.rank={}")).opened(LocalBackend(), Reporter()) as run:
+        assert len(run.spec.recipe.teachers.encoders) == 3 and [table is None for table in run.tables][2]
+    done = Distillation(scored("evaluation.final_suites=[agreement]")).run(LocalBackend(), Reporter())
+    assert done.evaluation is not None and done.train_result.state.finished
+
+
+def test_a_cross_encoder_alone_learns_from_documents_that_share_words(
+    scored: Callable[..., Recipe], tiny_cross: Path
+) -> None:
+    alone = (
+        f"teachers.encoders=[{{backbone: '{tiny_cross}', precision: fp32}}]",
+        "objective.regression=null",
+        *("evaluation.dev=none", "evaluation.final_suites=[]"),
+    )
+    with fails_with(UnsuitableTeacherError, "candidates.by is teachers", "candidates.by: bm25"):
+        Distillation(scored(*alone)).run(LocalBackend(), Reporter())
+    wanted = scored(*alone, "candidates.by=bm25")
+    _, candidates = scored_by(wanted)
+    assert not candidates.search.open().scores.any()
+    np.testing.assert_array_equal(candidates.open().scores, candidates.scorings[0].scores())
+    assert Distillation(wanted).run(LocalBackend(), Reporter()).train_result.state.finished
+
+
+def test_a_score_that_is_not_finite_names_its_pair(
+    scored: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score_each = CrossEncoder.score_each
+
+    def spoiled(*arguments: Any, **named: Any) -> Any:
+        for scores in score_each(*arguments, **named):
+            scores[9] = np.nan
+            yield scores
+
+    monkeypatch.setattr(CrossEncoder, "score_each", spoiled)
+    with pytest.raises(TeacherOutputError, match="is not finite") as raised:
+        scored_by(scored())
+    monkeypatch.undo()
+    corpus, candidates = scored_by(scored())
+    search = candidates.search
+    for text in corpus.texts([search.queries[1], search.open().ids[1, 1]]):
+        assert repr(text[:60]) in str(raised.value)
 
 
 def words_of(text: str) -> list[str]:
@@ -240,7 +374,7 @@ def test_an_embedding_pass_finds_candidates_and_shows_a_few(recipe: Recipe, tmp_
     distcse.embed(recipe, listen=events.append)
     shown = [str(event.note) for event in events if isinstance(event, StageProgress) and event.name == "query"]
     corpus, _, search = found(recipe)
-    first = Candidates(search)
+    first = search.open()
     assert len(shown) == 3 and shown[0].startswith(corpus.texts([0])[0])
     assert f"{first.scores[0, 0]:.2f} {corpus.texts([int(first.ids[0, 0])])[0]}" in shown[0]
 

@@ -27,7 +27,7 @@ from distcse.models.fast_layers import worth_packing
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
 from distcse.storage import ArtifactStore
-from distcse.teachers.candidates import Candidates, CandidateSearch
+from distcse.teachers.candidate_scores import ScoredCandidates
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetReader, TargetSpec
@@ -351,8 +351,8 @@ class TrainSpec:
     tokens: ArtifactStore
     targets: TargetSpec | None = None
     """The teachers' vectors; None unless a loss term uses them."""
-    candidates: CandidateSearch | None = None
-    """The queries' candidates; None unless a loss term compares them."""
+    candidates: ScoredCandidates | None = None
+    """The queries' candidates, also scored by teachers that `recipe` lacks; None unless a loss term compares them."""
     worker_tables: Mapping[int, EmbeddingTable] = field(default_factory=dict)
     """Tables that the workers read themselves, by teacher index; the other teachers have clients."""
 
@@ -440,7 +440,7 @@ class BatchLoader:
 def _candidate_sampler(spec: TrainSpec, corpus: Corpus, held_out: NDArray[np.int64]) -> CandidateSampler:
     recipe, queries = spec.recipe, corpus.rows_of_role("query")
     assert spec.candidates is not None and recipe.candidates is not None
-    found, per_step = Candidates(spec.candidates), recipe.candidates.per_step
+    found, per_step = spec.candidates.open(), recipe.candidates.per_step
     return CandidateSampler(
         queries, found.ids, found.scores, held_out, per_step, recipe.training.batch_size, recipe.seed
     )

@@ -36,6 +36,7 @@ from distcse.runs.distillation.preparation import (
 from distcse.runs.distillation.processes import (
     joined_for_run,
     least_requests,
+    list_teachers,
     plan_run,
     plans_of_run,
     roles_on,
@@ -150,8 +151,9 @@ class Distillation(Experiment[Recipe]):
                 if not is_trial:
                     report_warnings(band_warnings(recipe, corpus, keep=True), reporter)
                 spec = prepared.spec(directory, tables, backend, reporter)
+                lists = [tables[number] for number in list_teachers(recipe)]
                 yield OpenDistillation(
-                    prepared, tables, spec, directory, reporter, backend, labelled, tracked, joined, is_trial
+                    prepared, lists, spec, directory, reporter, backend, labelled, tracked, joined, is_trial
                 )
             directory.store_events()
 
@@ -169,7 +171,7 @@ class OpenDistillation:
 
     prepared: PreparedCorpus
     tables: Sequence[EmbeddingTable | None]
-    """One per teacher; None for a live teacher."""
+    """One per teacher of the spec; None for a live teacher."""
     spec: TrainSpec
     """The spec of the training workers."""
     directory: RunDirectory

@@ -41,7 +41,7 @@ from distcse.recipe import RankInferenceSection, Recipe, Role, TeacherSection, d
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.processes import student_needs
+from distcse.runs.distillation.processes import list_teachers, student_needs
 from distcse.runs.final_evaluation import (
     FinalScores,
     compare_measured,
@@ -151,10 +151,10 @@ def final_scores(
                 recipe, ranks, corpus, ranked, ranker, seen[students[-1].name], precision, untimed, backend
             )
         )
-    teachers, first_teacher = recipe.teachers.encoders, len(calls)
+    teachers, compared, first_teacher = recipe.teachers.encoders, list_teachers(recipe), len(calls)
     for number, section in enumerate(teachers):
         name = "teacher" if len(teachers) == 1 else f"teacher {number}"
-        call = partial(_measure_teacher, name, section, precision, shared)
+        call = partial(_measure_teacher, name, section, precision, shared, number in compared)
         memory = model_memory(section.backbone if section.loads_model else None)
         calls.append(DeviceCall(f"evaluation of {name}", call, memory))
     options, protocol = student_needs(recipe).options(run.path), [precision, repr(ranks)]
@@ -165,7 +165,7 @@ def final_scores(
         results = [scored for model in results if (scored := _without_vectors(model)).results]
     elif held_out is not None:
         similarities = np.stack([model.similarities for model in measured if model.similarities is not None])
-        mixed = mix_lists(torch.from_numpy(similarities), [teacher.alpha for teacher in teachers]).numpy()
+        mixed = mix_lists(torch.from_numpy(similarities), [teachers[number].alpha for number in compared]).numpy()
         # The only teacher agrees with itself.
         itself = "teacher" if len(teachers) == 1 else None
         results = [
@@ -207,13 +207,14 @@ def _measure_teacher(
     section: TeacherSection,
     precision: str,
     shared: Callable[[], tuple[Tasks, HeldOutVectors | None]],
+    is_compared: bool,
     reporter: Reporter,
 ) -> _Measured:
     tasks, held_out = shared()
     if not kind_of(section).is_model:  # an endpoint may charge for each text
         tasks = replace(tasks, timed_texts=[])
     candidate = _teacher_candidate(name, section, precision, reporting(reporter, name))
-    similarities = None if held_out is None else _similarity_matrix(candidate.model, held_out)
+    similarities = _similarity_matrix(candidate.model, held_out) if held_out is not None and is_compared else None
     return _Measured(measure_model(candidate, tasks, reporter), similarities)
 
 
