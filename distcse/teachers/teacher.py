@@ -73,6 +73,12 @@ class PairScorer(Protocol):
         """Score groups of pairs, a query first in each; yield the (n,) scores of each group's n pairs."""
         ...
 
+    def score(
+        self, pairs: Pairs, *, precision: str = ..., on_progress: Callable[[int], None] | None = ...
+    ) -> NDArray[np.float64]:
+        """Return the (n,) scores of n pairs."""
+        ...
+
 
 class TableTeacher:
     """Serves cosines from an embedding table: one gather and one small matrix product per step."""

@@ -23,6 +23,7 @@ from distcse.evaluation import (
     Model,
     ModelInfo,
     ModelResults,
+    PairScores,
     Tasks,
     VectorModel,
     agreement_result,
@@ -251,6 +252,8 @@ def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_pr
     kind = kind_of(section)
     if not kind.is_model:
         info = ModelInfo(name, kind.source, kind.name, "unknown", section.longest or 0, 0)
+        if not kind.has_vectors:
+            return Candidate(info, PairScores(kind.open_scorer(), on_progress))
         encode = partial(_encode, kind.open_embedder(), on_progress)
         return Candidate(info, VectorModel(encode, section.role_prompts))
     if not kind.has_vectors:

@@ -103,8 +103,18 @@ class TeacherKind(ABC):
         return {}
 
     def check_settings(self) -> None:
-        """Check the settings that a recipe cannot check without a look at the model."""
-        return
+        """Check the settings that a recipe cannot check without a look at the model: what a teacher without vectors lacks.
+
+        Raises:
+            UnsuitableTeacherError: One is set.
+        """
+        if self.has_vectors:
+            return
+        teacher = f"teacher {self.section.backbone} is a {self.name}, which"
+        if self.section.similarity == "rank":
+            raise UnsuitableTeacherError(f"{teacher} has no vectors for a rank space; write similarity: cosine")
+        if prompt := next((key for key in ("prompt", "prompts") if getattr(self.section, key)), None):
+            raise UnsuitableTeacherError(f"{teacher} reads pairs without a prompt; remove {prompt}")
 
     def open_live(self, corpus: Corpus, tokens_per_batch: int | None) -> Teacher:
         """Create a teacher that computes every list on request, without a table.

@@ -31,18 +31,6 @@ class CrossEncoderKind(ModelKind):
     def unread_keys(self) -> Mapping[str, str]:
         return {"pooling": "a cross-encoder has no vectors"}
 
-    def check_settings(self) -> None:
-        """Refuse rank space, which needs vectors, and a prompt."""
-        if self.section.similarity == "rank":
-            raise UnsuitableTeacherError(
-                f"teacher {self.section.backbone} is a cross-encoder, which has no vectors for a rank space; write similarity: "
-                "cosine"
-            )
-        if self.section.prompt:
-            raise UnsuitableTeacherError(
-                f"teacher {self.section.backbone} is a cross-encoder, which reads pairs without a prompt; remove prompt"
-            )
-
     def check_source(self) -> list[Check]:
         """Check, for the doctor, what `check_settings` and `check_scorer` refuse in a folder that is here."""
         section = self.section
