@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from distcse.events import Reporter
@@ -183,9 +184,10 @@ class CandidateSearch:
         for begin in range(0, len(self.documents), BLOCK_DOCUMENTS):
             part = self.documents[begin : begin + BLOCK_DOCUMENTS]
             products = queries @ self._vectors(part).T
-            kept = np.argpartition(products, -min(count, len(part)), axis=1)[:, -count:]
-            places = np.concatenate([places, begin + kept], axis=1)
-            scores = np.concatenate([scores, np.take_along_axis(products, kept, axis=1)], axis=1)
+            # A tenth of the time of numpy's argpartition, which takes several times as long as the products.
+            kept = torch.from_numpy(products).topk(min(count, len(part)), dim=1, sorted=False)
+            places = np.concatenate([places, begin + kept.indices.numpy()], axis=1)
+            scores = np.concatenate([scores, kept.values.numpy()], axis=1)
             # Ties are in the order of the documents.
             best = np.lexsort((places, -scores), axis=1)[:, :count]
             places, scores = np.take_along_axis(places, best, axis=1), np.take_along_axis(scores, best, axis=1)
