@@ -39,7 +39,8 @@ def student_lines(plan: StudentPlan, problems: list[str]) -> list[str]:
     held = f"{size_text(needed)} of {size_text(machine.memory)} per worker"
     short = f"{span(plan.seconds)}, {held}, {size_text(plan.disk_bytes)} of cache; bound by {step.binding}"
     parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.memory.items())
-    tables = ", ".join(f"{name} {size_text(size)}" for name, size in plan.tables.items()) or "none"
+    stored = {**plan.tables, **({"candidates": plan.candidate_bytes} if plan.pairs else {})}
+    tables = ", ".join(f"{name} {size_text(size)}" for name, size in stored.items()) or "none"
     shapes = [plan.student, *(teacher.shape for teacher in plan.teachers if teacher.shape), *plan.models]
     sources = dict.fromkeys(
         f"assumes    shape of {shape.name} from {shape.source}" for shape in shapes if shape.source != "config.json"
@@ -98,6 +99,7 @@ def described_student(plan: StudentPlan, problems: list[str]) -> dict[str, Any]:
         "training_seconds": plan.training_seconds,
         "step": {"seconds": plan.step_seconds, "binding": plan.step.binding, **vars(plan.step)},
         "tables": plan.tables,
+        "candidates": plan.candidate_bytes,
         "disk": plan.disk_bytes,
         "memory": {"stage": stage, **plan.memory, "total": sum(plan.memory.values())},
         "problems": problems,
