@@ -29,6 +29,7 @@ from distcse.losses.candidates import CandidateRank, margin_mse
 from distcse.models import CrossEncoder
 from distcse.recipe import CandidatesSection, Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
+from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import prepare_candidates, prepare_tables, read_corpus
 from distcse.runs.distillation.experiment import Distillation
 from distcse.storage import content_key
@@ -220,6 +221,18 @@ def test_a_teacher_that_only_scores_candidates_is_not_asked_in_training(scored: 
         assert len(run.spec.recipe.teachers.encoders) == 3 and [table is None for table in run.tables][2]
     done = Distillation(scored("evaluation.final_suites=[agreement]")).run(LocalBackend(), Reporter())
     assert done.evaluation is not None and done.train_result.state.finished
+
+
+def test_a_sweep_scores_candidates_before_its_trials(scored: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe, events = scored("evaluation.final_suites=[]"), list[Event]()
+    trials = Distillation(recipe).trials
+    (tmp_path / "sweep").mkdir()
+    shared = trials.prepare(LocalBackend(), Reporter(events.append), RunDirectory(tmp_path / "sweep"))
+    assert last_of(events, "teacher 2") == (24 * 8, 0)
+    assert shared is not None and [table is None for table in shared.tables] == [False, False]
+    assert trials.teachers is not None and len(trials.teachers.encoders) == 2
+    Distillation(recipe).run(LocalBackend(), Reporter(events.append))
+    assert last_of(events, "teacher 2") == (0, 24 * 8)
 
 
 def test_a_cross_encoder_alone_learns_from_documents_that_share_words(
