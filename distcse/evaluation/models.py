@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from distcse.errors import ModelOutputError
 from distcse.events import Reporter
-from distcse.models import CrossEncoder, Encoder
+from distcse.models import Encoder
 from distcse.rank_space import RankSpaceEncoder, index_pairs
 from distcse.recipe import Role
 from distcse.text.corpus import of_role
@@ -158,10 +158,24 @@ class RankSpaceModel(VectorModel):
         return scores
 
 
+class Scorer(Protocol):
+    """Interface of a cross-encoder, as its evaluation needs it."""
+
+    def score(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        precision: str = ...,
+        on_progress: Callable[[int], None] | None = ...,
+    ) -> NDArray[np.float64]:
+        """Return the (n,) scores of n pairs."""
+        ...
+
+
 class PairScores:
     """A cross-encoder that scores each distinct pair once, for all suites."""
 
-    def __init__(self, encoder: CrossEncoder, on_progress: Progress | None = None, precision: str = "fp32") -> None:
+    def __init__(self, encoder: Scorer, on_progress: Progress | None = None, precision: str = "fp32") -> None:
         self.seconds = 0.0
         """Time spent scoring pairs."""
         self._encoder = encoder

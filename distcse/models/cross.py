@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,15 @@ _FIRST_TOKEN_CLASSIFIERS = tuple(
 """Classes whose head reads only the first token."""
 
 
+_POSITIVE = re.compile("label_1|1|yes|true|positive|relevant|similar|equivalent|duplicate|paraphrase", re.IGNORECASE)
+"""Names of the second of two labels that say that it is the score of similar pairs; the first is the default's."""
+
+
 class CrossEncoder(nn.Module):
     """Scores pairs of sentences, one logit per pair (Trans-Encoder, Liu et al. 2022, §3.2).
 
     Args:
-        model: A Hugging Face sequence classifier with one label.
+        model: A Hugging Face sequence classifier with one label, or with two, whose logits' difference it takes.
         tokenizer: Its fast tokenizer.
         max_length: Maximum number of tokens per pair, with special tokens; the longer sentence is truncated first.
         activation: Qualified name of the function between logits and scores. Default: the sigmoid.
@@ -157,8 +162,9 @@ class CrossEncoder(nn.Module):
         reads_first = knows_head and can_stop_at_one(self.model)
         first = ids.new_zeros(len(ids)) if reads_first else None
         with short_cut(self.model, mask, token_index if reads_first else None, first):
-            logits: Tensor = self.model(**inputs).logits[:, 0]
-        return logits
+            logits: Tensor = self.model(**inputs).logits
+        # Of two labels, the sigmoid of the difference is the probability of the second.
+        return logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
 
     def token_ids(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[list[int]], list[list[int]] | None]:
         """Return the token ids of each pair, truncated to `max_length`, and token type ids if the tokenizer has them."""
@@ -275,9 +281,14 @@ def check_scorer(folder: ModelFolder) -> str:
             "cross-encoder without one"
         )
     config = folder.load_config()
-    if config.num_labels != 1:
+    if config.num_labels not in (1, 2):
         raise UnsupportedModelError(
-            f"{folder.backbone} has {config.num_labels} labels, but a cross-encoder has one; use a model with one label"
+            f"{folder.backbone} has {config.num_labels} labels, but a cross-encoder has one or two; use a model with one label"
+        )
+    if config.num_labels == 2 and not _POSITIVE.fullmatch(config.id2label[1]):
+        raise UnsupportedModelError(
+            f"{folder.backbone} has the labels {config.id2label[0]!r:.40} and {config.id2label[1]!r:.40}, and a cross-encoder's "
+            "second one is that of similar pairs, such as 'relevant'; rename it in config.json if it is, or use another model"
         )
     old, oldest = (getattr(config, key, None) for key in _OLD_KEYS)
     named = old.get("activation_fn", oldest) if isinstance(old, dict) else oldest

@@ -19,7 +19,7 @@ from distcse.devices.device import BY_KIND
 from distcse.evaluation.tasks.agreement import OTHER_DOCUMENTS
 from distcse.events import Reporter
 from distcse.models.student import build_projection
-from distcse.planning.machines import NETWORK, Machine, PlannedCluster
+from distcse.planning.machines import NETWORK, Machine, PlannedCluster, cpu_rate
 from distcse.planning.sizes import Lengths, Shape, read_shape
 from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection
 from distcse.runs.distillation.corpus import fit_to_corpus
@@ -50,6 +50,8 @@ _STEP_CALLS = 0.5e-3
 """Seconds of a step that keep the host busy besides; a step that is recorded as a CUDA graph takes it only this long."""
 _ADAMW_BYTES = 40.0
 """Bytes read and written per parameter: weight, gradient, two moments, and before that the gradient's norm and clipping."""
+_SELECTED = 130.0
+"""FLOPs of matrix products that take as long as comparing one cosine with the nearest of its query; timed on two threads."""
 _LATENCY = 2e-5
 """Seconds per hop of a collective; assumed for NCCL between nodes."""
 
@@ -265,7 +267,10 @@ class StudentPlan:
     def steps(self) -> int:
         """Training steps of the run."""
         training, rows = self.recipe.training, self.lengths.rows - self.recipe.evaluation.num_heldout
-        return total_steps(training, max(1, rows // training.batch_size))
+        per_epoch = rows // training.batch_size
+        if self.pairs and self.recipe.candidates is not None:
+            per_epoch = round(self._rows_of("query")) // (training.batch_size // self.recipe.candidates.rows_per_query)
+        return total_steps(training, max(1, per_epoch))
 
     @property
     def has_dropout(self) -> bool:
@@ -352,28 +357,75 @@ class StudentPlan:
         """Bytes of each teacher's embedding table."""
         return {f"teacher {n}": teacher.table_bytes(self.lengths.rows) for n, teacher in enumerate(self.teachers)}
 
+    def _rows_of(self, role: str) -> float:
+        return self.lengths.rows * self.lengths.shares.get(role, 0.0)
+
+    @property
+    def pairs(self) -> float:
+        """Number of queries' candidates; 0 for a recipe that compares none."""
+        section = self.recipe.candidates
+        return self._rows_of("query") * section.per_query if section and self.recipe.compares_candidates else 0.0
+
+    @property
+    def candidate_bytes(self) -> float:
+        """Bytes of the candidates: a row id, the cosine, and the score of each teacher that reads pairs."""
+        return self.pairs * (8.0 + 4.0 + 4.0 * sum(not teacher.kind.has_vectors for teacher in self.teachers))
+
     @property
     def disk_bytes(self) -> float:
-        """Bytes of the cache: text and tokens with their offsets, and tables."""
+        """Bytes of the cache: text and tokens with their offsets, tables and candidates."""
         tokens = 2 * self.lengths.mean(self.recipe.student.longest) + 8
-        return self.lengths.rows * (self.lengths.bytes_per_row + 8 + tokens) + sum(self.tables.values())
+        text = self.lengths.rows * (self.lengths.bytes_per_row + 8 + tokens)
+        return text + sum(self.tables.values()) + self.candidate_bytes
 
     @cached_property
     def phases(self) -> list[PlannedPhase]:
         """Costs of the phases, in the order in which they run."""
         nodes = self.cluster.nodes if self.lengths.rows > PART_ROWS and self.recipe.training.workers else 1
         corpus = self.lengths.rows / _TOKENIZED / nodes
+        scorers = [number for number in range(len(self.teachers)) if self._scores_candidates(number)]
+        others = [number for number in range(len(self.teachers)) if number not in scorers]
+        devices = self.cluster.devices
         return [
             PlannedPhase("corpus and tokens", corpus, "one thread a node", "once for a corpus"),
-            *(self.embedding(number, self.cluster.devices) for number in range(len(self.teachers))),
+            *(self.embedding(number, devices) for number in others),
+            *([self.search] if self.pairs else []),
+            *(self.embedding(number, devices) for number in scorers),
             PlannedPhase("student", self.steps * self.step_seconds, self.step.binding, f"{self.steps:,} steps"),
             self.dev_scores,
         ]
 
+    @property
+    def search(self) -> PlannedPhase:
+        """Cost of the candidates' search, which compares each query with each document on the nodes' CPUs."""
+        queries, documents = self._rows_of("query"), self._rows_of("document")
+        with_tables = [teacher for teacher in self.teachers if teacher.list_source != "live"]
+        width = sum(teacher.shape.dimension for teacher in with_tables if teacher.shape is not None)
+        by = self.recipe.candidates.by if self.recipe.candidates is not None else "teachers"
+        products = 0.0 if by == "bm25" else queries * documents
+        seconds = products * (2.0 * width + _SELECTED) / cpu_rate(self.cluster)
+        note = f"{queries:,.0f} queries, {documents:,.0f} documents{'' if by == 'teachers' else '; BM25 not estimated'}"
+        return PlannedPhase("candidates", seconds, "matrix products on CPUs", note)
+
+    def _scores_candidates(self, number: int) -> bool:
+        return self.pairs > 0 and not self.teachers[number].kind.has_vectors
+
+    def _scoring(self, name: str, teacher: PlannedTeacher, devices: int) -> PlannedPhase:
+        """Return the cost of a pass of a teacher that reads pairs over the candidates."""
+        note = f"{self.pairs:,.0f} pairs, once for a corpus"
+        if teacher.shape is None:
+            return PlannedPhase(name, 0.0, "the teacher", f"{note}; time not estimated")
+        work = teacher.pass_over(self.pairs, self.lengths.pairs())
+        seconds = work.batched_seconds(self.cluster.machine, self.recipe.teachers.tokens_per_batch)
+        seconds = (seconds + 2 * self.pairs / _TOKENIZED) / (devices if self.recipe.uses_ray else 1)
+        return PlannedPhase(name, seconds, "matrix products", note)
+
     def embedding(self, number: int, devices: int) -> PlannedPhase:
-        """Return the cost of a teacher's pass, whose shards the embedding actors share."""
+        """Return the cost of a teacher's pass over the rows, or the candidates, whose shards the actors share."""
         name, teacher = f"teacher {number}", self.teachers[number]
         section, rows = self.recipe.teachers, self.lengths.rows
+        if self._scores_candidates(number):
+            return self._scoring(name, teacher, devices)
         if teacher.list_source == "live":
             return PlannedPhase(name, 0.0, note="no table, runs during training")
         if teacher.shape is None:

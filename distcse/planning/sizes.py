@@ -5,7 +5,9 @@ No weights are read or downloaded. Lengths are measured on a sample of the text,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -164,6 +166,8 @@ class Lengths:
     """How the lengths and the number of rows were obtained, for the plan's assumptions."""
     bytes_per_row: float
     """UTF-8 bytes of text."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Share of the rows that have each role."""
 
     def cut(self, max_length: int | None) -> NDArray[np.int64]:
         """Return the sample's lengths after truncation to `max_length` tokens; None truncates nothing."""
@@ -190,15 +194,15 @@ class Lengths:
 
 def read_lengths(corpus: CorpusSection, encoder: EncoderSection, rows: int | None) -> Lengths:
     """Measure the lengths of a corpus's sentences with an encoder's tokenizer, or assume them if it cannot be read."""
-    texts, counted, why = _sample(corpus)
-    row_count = rows if rows is not None else counted
+    texts, counts, why = _sample(corpus)
+    row_count = rows if rows is not None else sum(counts) if texts else corpus.limit_of_all
     if not texts:
         why += "" if row_count is not None else f"; {ASSUMED_ROWS:,} sentences assumed: give --corpus-rows"
-        return assumed_lengths(row_count or ASSUMED_ROWS, why)
+        return replace(assumed_lengths(row_count or ASSUMED_ROWS, why), shares=_shares(corpus, counts))
     size = float(np.mean([len(text.encode()) for text in texts]))
     tokens, by = _tokens(texts, encoder)
     source = f"lengths of {len(texts):,} sentences of the corpus {by}{f', {why}' if why else ''}"
-    return Lengths(np.sort(tokens), row_count or len(texts), source, size)
+    return Lengths(np.sort(tokens), row_count or len(texts), source, size, _shares(corpus, counts))
 
 
 def assumed_lengths(rows: int, why: str) -> Lengths:
@@ -211,12 +215,21 @@ def assumed_lengths(rows: int, why: str) -> Lengths:
     return Lengths(tokens, rows, source, _MEDIAN * np.exp(_SPREAD**2 / 2) * _BYTES_PER_TOKEN)
 
 
-def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
-    """Return sentences of the corpus, the number of rows, and why anything was not read."""
+def _shares(corpus: CorpusSection, counts: list[int]) -> dict[str, float]:
+    """Return the share of the rows that have each role; of sources that are not counted, by their limits."""
+    shares = Counter[str]()
+    for source, count in zip(corpus.all_sources, counts, strict=True):
+        shares[source.role] += count
+    return {role: count / max(1, shares.total()) for role, count in shares.items()}
+
+
+def _sample(corpus: CorpusSection) -> tuple[list[str], list[int], str]:
+    """Return sentences of the corpus, each source's rows, or its limit where nothing was read, and why not."""
+    limits = [source.limit or 1 for source in corpus.all_sources]
     unopened = next((source.dataset for source in corpus.all_sources if source.dataset is not None), None)
     if unopened is not None or not corpus.all_sources:
         why = "the recipe names no text" if unopened is None else f"data set {unopened} is not opened"
-        return [], corpus.limit_of_all, why
+        return [], limits, why
     parts: list[tuple[list[str], int]] = []
     why = ""
     for source in corpus.all_sources:
@@ -226,7 +239,7 @@ def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
             texts = list(islice(rows, min(limit, _SAMPLED_FROM)))
             count = len(texts) + sum(1 for _ in islice(rows, limit - len(texts)))
         except DistcseError as error:
-            return [], None, f"the text cannot be read ({error})"
+            return [], limits, f"the text cannot be read ({error})"
         parts.append((texts, count))
         if count == _READ_AT_MOST != source.limit:
             why = f"read up to row {count:,}: give --corpus-rows if there are more"
@@ -236,7 +249,7 @@ def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
         for texts, count in parts
         for index in random(0).permutation(len(texts))[: round(_SAMPLE * count / max(1, total))]
     ]
-    return chosen, total, why
+    return chosen, [count for _, count in parts], why
 
 
 def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], str]:

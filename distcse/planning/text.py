@@ -37,6 +37,7 @@ def estimate_student(plan: StudentPlan, counts: Sequence[int] = ()) -> Estimate:
     problems, advice, (scaled, scaled_lines) = student_problems(plan), student_advice(plan), scaling(plan, counts)
     held = f"{size_text(needed)} of {size_text(machine.memory)} per worker"
     short = f"{span(plan.seconds)}, {held}, {size_text(plan.disk_bytes)} of cache; bound by {step.binding}"
+    stored = {**plan.tables, **({"candidates": plan.candidate_bytes} if plan.pairs else {})}
     lines = [
         f"{plan.recipe.name} on {plan.cluster.spec} ({machine.name})",
         f"in short   {f'IMPOSSIBLE: {problems[0]}' if problems else short}",
@@ -58,7 +59,7 @@ def estimate_student(plan: StudentPlan, counts: Sequence[int] = ()) -> Estimate:
         f"step       {span(plan.step_seconds)}: matrix products {span(step.math)}, memory traffic {span(step.traffic)}, host "
         f"{span(step.host)}{' (overlapped)' if machine.kind == 'gpu' else ''}, network {span(step.network)}, waiting for "
         f"lists {span(step.waiting)}",
-        f"tables     {_sizes(plan.tables) or 'none'}; total cache {size_text(plan.disk_bytes)}",
+        f"tables     {_sizes(stored) or 'none'}; total cache {size_text(plan.disk_bytes)}",
         f"memory     {held}: {_sizes(plan.memory)}",
         "",
         f"assumes    {ESTIMATE if plan.measured is None else plan.measured.note}",
@@ -82,6 +83,7 @@ def estimate_student(plan: StudentPlan, counts: Sequence[int] = ()) -> Estimate:
         "training_seconds": plan.training_seconds,
         "step": {"seconds": plan.step_seconds, "binding": step.binding, **vars(step)},
         "tables": plan.tables,
+        "candidates": plan.candidate_bytes,
         "disk": plan.disk_bytes,
         "memory": {"stage": training.zero_stage, **plan.memory, "total": needed},
         "problems": problems,

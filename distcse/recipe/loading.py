@@ -334,7 +334,7 @@ def _apply_override(document: Document, override: str, model: type[BaseModel]) -
 
 
 _SHORT = {"corpus": "corpus.path", "student": "student.backbone", "teacher": "teachers.encoders.0.backbone"}
-"""Paths that a value without keys is for, by what stands for them on a command line."""
+"""Paths that a value without keys is for, by what is written for them on a command line."""
 
 
 def _written_out(path: str, value: str, model: type[BaseModel]) -> str:

@@ -281,7 +281,7 @@ class ObjectiveSection(Section):
     regression: RegressionSection | None = None
     """Vector regression term; needs teachers with tables."""
     candidates: CandidateRankSection | None = None
-    """Ranking of each query's candidates; needs teachers with tables."""
+    """Ranking of each query's candidates; needs teachers."""
     detection: DetectionSection | None = None
     """DiffCSE's term."""
     custom: dict[Name, CustomLossSection] = Field(default_factory=dict)

@@ -15,11 +15,14 @@ from distcse.recipe.section import FrozenPrecision, Gpus, KeyValueError, Labels,
 
 
 class EndpointSection(Section):
-    """An OpenAI-compatible embeddings endpoint."""
+    """An OpenAI-compatible embeddings endpoint, or one that scores documents for a query."""
 
     url: str
-    """Base URL, such as http://host:8080/v1, without `/embeddings`; a query (Azure's `?api-version=…`) is kept. `backbone` is
-    the model's name there."""
+    """Base URL, such as http://host:8080/v1, without `/embeddings` or `/rerank`; a query (Azure's `?api-version=…`) is kept.
+    `backbone` is the model's name there."""
+    api: Literal["embeddings", "rerank", "tei_rerank"] = "embeddings"
+    """`embeddings` is OpenAI's; `rerank` that of Cohere, Jina, vLLM and infinity, `tei_rerank` that of text-embeddings-inference:
+    a teacher that scores [candidates](../how-to/search.md#candidates), as a cross-encoder does."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable with the API key, if one is needed; never the key itself."""
     batch_size: Annotated[int, Field(ge=1)] = 64
@@ -40,7 +43,7 @@ class EndpointSection(Section):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ValueError(f"{url!r} is no address; write one such as http://host:8080/v1")
-        path = parts.path.rstrip("/").removesuffix("/embeddings")
+        path = parts.path.rstrip("/").removesuffix("/embeddings").removesuffix("/rerank")
         if path != parts.path:
             raise ValueError(f"{url!r} ends in what distcse adds; write {parts._replace(path=path).geturl()}")
         return url
@@ -71,7 +74,7 @@ class TeacherSection(EncoderSection):
     backbone: str
     """Folder, hub id, or `package:NAME/FOLDER`; with `endpoint` the model's name there, with `class_path` any name."""
     endpoint: EndpointSection | None = None
-    """HTTP endpoint that computes the vectors; null loads the model."""
+    """HTTP endpoint that computes the vectors or scores; null loads the model."""
     class_path: ClassPath | None = None
     """`module:Class` of a [custom teacher](../how-to/extend.md#add-a-kind-of-teacher)."""
     kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)

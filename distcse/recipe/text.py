@@ -111,10 +111,13 @@ class CorpusSection(TextSection):
 
 
 class CandidatesSection(Section):
-    """For each query of the corpus its nearest documents by the teachers together, and some at random."""
+    """For each query of the corpus its nearest documents by the teachers together or by BM25, and some at random."""
 
     per_query: Annotated[int, Field(ge=2, le=1024)] = 32
     """Documents that are found for each query."""
+    by: Literal["teachers", "bm25", "both"] = "teachers"
+    """What finds them: cosines of the teachers' tables, shared words (BM25), or half each. Their scores are the teachers' either
+    way. A query with too few documents that share a word gets more random ones, with `both` more of the teachers'."""
     random: Annotated[int, Field(ge=0)] = 4
     """How many of them are drawn at random, the same for every seed."""
     per_step: Annotated[int, Field(ge=2)] = 7

@@ -1,9 +1,10 @@
-"""Candidates of queries: for each query its nearest documents by the teachers' tables together, and some at random.
+"""Candidates of queries: for each query its nearest documents by the teachers' tables together or by BM25, and some at random.
 
     <cache>/candidates/<key>/0-8192/    of queries 0 to 8,191, in the order of the corpus:
                                         ids.npy          (n, k) int64 row ids of documents, the nearest first, then random ones
                                         scores.npy       (n, k) float32 weighted mean of the teachers' cosines
                                         candidates.json  sizes and checksums of both
+    <cache>/bm25/<key>/                 the index of the documents' words
 
 The search is exact. A block is complete or absent, so that what a killed run has found is not searched for again.
 """
@@ -13,22 +14,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from distcse.events import Reporter
 from distcse.recipe import CandidatesSection
 from distcse.storage import ArtifactStore, content_key
 from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus
+from distcse.text.bm25 import BM25Index, require_bm25
 from distcse.text.ragged import fetch_label, find_cached, write_cache_folder
 
 _FORMAT = 1
 _LABEL, _IDS, _SCORES = "candidates.json", "ids.npy", "scores.npy"
+_INDEX = "index.json"
+CANDIDATES = "candidates"
 BLOCK_QUERIES = 8192
 BLOCK_DOCUMENTS = 16_384
 """Documents that a block of queries is compared with at once: their products take 512 MB."""
+_SCORED_QUERIES = 512
+"""Queries whose candidates' vectors are in memory at once."""
+
+
+class Candidates(NamedTuple):
+    """Candidates of n queries."""
+
+    ids: NDArray[np.int64]
+    """(n, k) row ids of documents."""
+    scores: NDArray[np.float32]
+    """(n, k) the teachers' scores."""
 
 
 @dataclass(frozen=True)
@@ -49,113 +66,171 @@ class CandidateSearch:
     def store(self) -> ArtifactStore:
         """The folder of the blocks. Who lets them be written holds its lease."""
         identity = [_FORMAT, self.teachers.key, self.section.per_query, self.section.random]
+        if self.section.by != "teachers":  # there may be no table, whose key holds the corpus
+            identity += [self.section.by, self._corpus.fingerprint]
         return self.cache / "candidates" / content_key(identity)
+
+    @property
+    def _words(self) -> ArtifactStore:
+        """The folder of the documents' BM25 index, which searches with other teachers share."""
+        return self.cache / "bm25" / content_key([_FORMAT, self._corpus.fingerprint])
+
+    @cached_property
+    def _corpus(self) -> Corpus:
+        return Corpus.open(self.prepared)
 
     @cached_property
     def queries(self) -> NDArray[np.int64]:
         """Row ids of the queries."""
-        return Corpus.open(self.prepared).rows_of_role("query")
+        return self._corpus.rows_of_role("query")
 
     @cached_property
     def documents(self) -> NDArray[np.int64]:
         """Row ids of the documents."""
-        return Corpus.open(self.prepared).rows_of_role("document")
+        return self._corpus.rows_of_role("document")
 
     @property
     def blocks(self) -> list[range]:
         """The numbers of each block's queries."""
-        return _blocks(len(self.queries))
+        starts = range(0, len(self.queries), BLOCK_QUERIES)
+        return [range(first, min(first + BLOCK_QUERIES, len(self.queries))) for first in starts]
 
     @cached_property
     def _vectors(self) -> Callable[[NDArray[np.int64]], NDArray[np.float32]]:
-        """Maps row ids to vectors whose inner products are the teachers' weighted mean cosines."""
+        """Maps row ids to vectors whose inner products are the teachers' weighted mean cosines: 0 without any table."""
+        if not self.teachers.tables:
+            return lambda rows: np.empty((len(rows), 0), dtype=np.float32)
         return self.teachers.open().vectors
 
     def missing_blocks(self) -> list[int]:
         """Return the numbers of the blocks that are not stored, or damaged."""
-        return [
-            number
-            for number, block in enumerate(self.blocks)
-            if find_cached(_folder(self.store, block), _LABEL) is None
-        ]
+        return [number for number, block in enumerate(self.blocks) if find_cached(self._folder(block), _LABEL) is None]
 
-    def write_block(self, number: int, on_progress: Callable[[int], None] | None = None) -> None:
+    @property
+    def lacks_index(self) -> bool:
+        """Whether the search needs a BM25 index that is not stored, or damaged."""
+        return self.section.by != "teachers" and find_cached(self._words, _INDEX) is None
+
+    def write_index(self, reporter: Reporter) -> None:
+        """Store the BM25 index of all documents."""
+        index = BM25Index.build(import_bm25s(), self._corpus.texts(self.documents), reporter, CANDIDATES)
+        with write_cache_folder(self._words, _INDEX) as (temporary, _):
+            index.save(temporary)
+
+    def write_block(self, number: int, reporter: Reporter) -> None:
         """Find and store the candidates of a block's queries.
 
         Args:
             number: The block's number.
-            on_progress: Called with the number of documents that its queries were compared with so far.
+            reporter: Receives the progress; a requested stop ends the search.
 
         Raises:
             EmbeddingTableError: A shard of a table is missing or damaged.
             CorpusCacheError: The cache cannot be written.
         """
         block = self.blocks[number]
-        queries = self._vectors(self.queries[block.start : block.stop])
-        places, scores = self._nearest(queries, on_progress)
-        random = self._random(places, np.random.Generator(np.random.PCG64([number])))
-        drawn = self._vectors(self.documents[random.ravel()])
-        of_random = np.einsum("nd,nkd->nk", queries, drawn.reshape(*random.shape, -1))
-        with write_cache_folder(_folder(self.store, block), _LABEL) as (temporary, _):
-            np.save(temporary / _IDS, self.documents[np.concatenate([places, random], axis=1)])
-            np.save(temporary / _SCORES, np.concatenate([scores, of_random], axis=1, dtype=np.float32))
+        rows = self.queries[block.start : block.stop]
+        vectors = self._vectors(rows)
+        near = self._found(rows, vectors, reporter)
+        more = np.full((len(rows), self.section.per_query - near.shape[1]), -1)
+        places = self._filled(np.concatenate([near, more], axis=1), np.random.Generator(np.random.PCG64([number])))
+        with write_cache_folder(self._folder(block), _LABEL) as (temporary, _):
+            np.save(temporary / _IDS, self.documents[places])
+            np.save(temporary / _SCORES, self._cosines(vectors, places))
 
-    def _nearest(
-        self, queries: NDArray[np.float32], on_progress: Callable[[int], None] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the (n, k) places and scores of the nearest documents of (n, D) queries, the nearest first."""
+    def read_block(self, block: range) -> Candidates:
+        """Return a block's candidates, with the weighted means of the teachers' cosines.
+
+        Raises:
+            CorpusCacheError: The block is incomplete or damaged.
+        """
+        folder = self._folder(block)
+        fetch_label(folder, _LABEL, CANDIDATES)
+        return Candidates(np.load(folder.path / _IDS, mmap_mode="r"), np.load(folder.path / _SCORES))
+
+    def open(self) -> Candidates:
+        """Return all queries' candidates, as `read_block` does."""
+        blocks = list(map(self.read_block, self.blocks))
+        return Candidates(
+            np.concatenate([block.ids for block in blocks]), np.concatenate([block.scores for block in blocks])
+        )
+
+    def _folder(self, block: range) -> ArtifactStore:
+        return self.store / f"{block.start}-{block.stop}"
+
+    def _found(self, rows: NDArray[np.int64], vectors: NDArray[np.float32], reporter: Reporter) -> NDArray[np.int64]:
+        """Return the (n, k) places of the documents that are found for n queries; -1 where there are fewer."""
         count = min(self.section.per_query - self.section.random, len(self.documents))
+        if self.section.by == "bm25":
+            return self._sharing_words(rows, count, reporter)
+        near = self._nearest(vectors, count, reporter)
+        return near if self.section.by == "teachers" else _half_each(near, self._sharing_words(rows, count, reporter))
+
+    def _sharing_words(self, rows: NDArray[np.int64], count: int, reporter: Reporter) -> NDArray[np.int64]:
+        """Return the (n, k) places of the documents of the highest BM25 scores; -1 where no word is shared."""
+        fetch_label(self._words, _INDEX, "BM25 index")
+        index = BM25Index.load(import_bm25s(), self._words.path)
+        places, scores = index.nearest(
+            self._corpus.texts(rows),
+            count,
+            lambda done: reporter.advance(CANDIDATES, done, len(rows), "BM25 queries"),
+        )
+        return np.where(scores > 0, places, -1)
+
+    def _nearest(self, queries: NDArray[np.float32], count: int, reporter: Reporter) -> NDArray[np.int64]:
+        """Return the (n, k) places of the nearest documents of (n, D) queries, the nearest first."""
         places = np.empty((len(queries), 0), dtype=np.int64)
         scores = np.empty((len(queries), 0), dtype=np.float32)
         for begin in range(0, len(self.documents), BLOCK_DOCUMENTS):
             part = self.documents[begin : begin + BLOCK_DOCUMENTS]
             products = queries @ self._vectors(part).T
-            kept = np.argpartition(products, -min(count, len(part)), axis=1)[:, -count:]
-            places = np.concatenate([places, begin + kept], axis=1)
-            scores = np.concatenate([scores, np.take_along_axis(products, kept, axis=1)], axis=1)
+            # A tenth of the time of numpy's argpartition, which takes several times as long as the products.
+            kept = torch.from_numpy(products).topk(min(count, len(part)), dim=1, sorted=False)
+            places = np.concatenate([places, begin + kept.indices.numpy()], axis=1)
+            scores = np.concatenate([scores, kept.values.numpy()], axis=1)
             # Ties are in the order of the documents.
             best = np.lexsort((places, -scores), axis=1)[:, :count]
             places, scores = np.take_along_axis(places, best, axis=1), np.take_along_axis(scores, best, axis=1)
-            if on_progress is not None:
-                on_progress(begin + len(part))
-        return places, scores
+            reporter.advance(CANDIDATES, begin + len(part), None, "documents compared")
+        return places
 
-    def _random(self, near: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
-        """Draw (n, k) places of documents that are not among the (n, m) near ones, as far as there are others."""
-        count = len(self.documents)
-        drawn = random.integers(0, count, size=(len(near), self.section.per_query - near.shape[1]))
+    def _filled(self, places: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
+        """Draw documents for the (n, k) places that are -1, other ones than a query has, as far as there are others."""
+        count, is_open = len(self.documents), places < 0
+        firsts = np.arange(len(places))[:, None] * count  # a query's place as one number: firsts + place
+        taken, firsts_of_open = (firsts + places)[~is_open], np.broadcast_to(firsts, places.shape)[is_open]
+        drawn = random.integers(0, count, size=int(is_open.sum()))
         for _ in range(8):
-            is_taken = (drawn[:, :, None] == near[:, None, :]).any(axis=2)
+            is_taken = np.isin(firsts_of_open + drawn, taken)
             if not is_taken.any():
                 break
             drawn[is_taken] = random.integers(0, count, size=int(is_taken.sum()))
-        return drawn
+        filled = places.copy()
+        filled[is_open] = drawn
+        return filled
+
+    def _cosines(self, queries: NDArray[np.float32], places: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the (n, k) weighted mean cosines of (n, D) queries and the documents at (n, k) places."""
+        parts = [np.empty((0, places.shape[1]), dtype=np.float32)]
+        for begin in range(0, len(places), _SCORED_QUERIES):
+            part = slice(begin, begin + _SCORED_QUERIES)
+            documents = self._vectors(self.documents[places[part].ravel()]).reshape(*places[part].shape, -1)
+            parts.append(np.einsum("nd,nkd->nk", queries[part], documents))
+        return np.concatenate(parts)
 
 
-class Candidates:
-    """The candidates of a corpus's n queries.
-
-    Args:
-        store: Folder of all blocks.
-        queries: Number of queries n.
-
-    Raises:
-        CorpusCacheError: A block is incomplete or damaged.
-    """
-
-    def __init__(self, store: ArtifactStore, queries: int) -> None:
-        folders = [_folder(store, block) for block in _blocks(queries)]
-        for folder in folders:
-            fetch_label(folder, _LABEL, "candidates")
-        self.ids: NDArray[np.int64] = np.concatenate([np.load(folder.path / _IDS) for folder in folders])
-        """(n, k) row ids of documents."""
-        self.scores: NDArray[np.float32] = np.concatenate([np.load(folder.path / _SCORES) for folder in folders])
-        """(n, k) the teachers' scores."""
+def import_bm25s() -> Any:
+    """Import bm25s, which a search by shared words needs."""
+    return require_bm25("candidates.by", "candidates.by=teachers")
 
 
-def _blocks(queries: int) -> list[range]:
-    return [range(first, min(first + BLOCK_QUERIES, queries)) for first in range(0, queries, BLOCK_QUERIES)]
-
-
-def _folder(store: ArtifactStore, block: range) -> ArtifactStore:
-    return store / f"{block.start}-{block.stop}"
+def _half_each(near: NDArray[np.int64], sharing: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Join (n, k) places of two searches: the first half of one, as many others of the second, filled up from the first."""
+    count = near.shape[1]
+    half = -(-count // 2)
+    joined = np.empty_like(near)
+    for row, (first, second) in enumerate(zip(near.tolist(), sharing.tolist(), strict=True)):
+        kept = first[:half]
+        others = [place for place in second if place >= 0 and place not in kept][: count - half]
+        joined[row] = list(dict.fromkeys([*kept, *others, *first[half:]]))[:count]
+    return joined

@@ -5,15 +5,16 @@ PyTorch is imported only for rank-space similarities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import RefusedTextError
+from distcse.errors import RefusedTextError, TeacherOutputError
 from distcse.recipe import Role, TeacherSection, TeachersSection
 from distcse.teachers.table import EmbeddingTable, normalize_rows
 
@@ -55,6 +56,30 @@ class Embedder(Protocol):
         ...
 
 
+Pairs = Sequence[tuple[str, str]]
+
+
+class PairScorer(Protocol):
+    """Interface of a cross-encoder, as scoring needs it."""
+
+    def score_each(
+        self,
+        groups: Iterable[Pairs],
+        *,
+        batch_tokens: int | None = ...,
+        precision: str = ...,
+        on_progress: Callable[[int], None] | None = ...,
+    ) -> Iterator[NDArray[np.float64]]:
+        """Score groups of pairs, a query first in each; yield the (n,) scores of each group's n pairs."""
+        ...
+
+    def score(
+        self, pairs: Pairs, *, precision: str = ..., on_progress: Callable[[int], None] | None = ...
+    ) -> NDArray[np.float64]:
+        """Return the (n,) scores of n pairs."""
+        ...
+
+
 class TableTeacher:
     """Serves cosines from an embedding table: one gather and one small matrix product per step."""
 
@@ -85,6 +110,45 @@ class LiveTeacher:
             )
             encoded = self._corpus.encode(unique, encode)
         return cosines(normalize_rows(encoded, unique)[indices].reshape(steps, length, -1), rows)
+
+
+class PairTeacher:
+    """Serves the scores of a model that reads pairs; a step scores R·C pairs."""
+
+    def __init__(self, scorer: PairScorer, corpus: Corpus, precision: str, tokens_per_batch: int | None) -> None:
+        self._scorer = scorer
+        self._corpus = corpus
+        self._precision = precision
+        self._tokens_per_batch = tokens_per_batch
+
+    def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
+        """Score the pairs of each row's sentence (first) and each column's sentence.
+
+        Args:
+            columns: (B, C) row ids of B steps' global batches.
+            rows: Slice of a batch that selects the R rows.
+
+        Returns:
+            (B, R, C) float32 scores: probabilities in [0, 1] with a sigmoid, the default, and logits without an activation.
+        """
+        texts = [self._corpus.texts(batch) for batch in columns]
+        scores = self._scorer.score_each(
+            (list(product(step[rows], step)) for step in texts),
+            batch_tokens=self._tokens_per_batch,
+            precision=self._precision,
+        )
+        lists = [scored.reshape(-1, columns.shape[1]) for scored in scores]
+        for step, scored in zip(texts, lists, strict=True):
+            if len(bad := np.argwhere(~np.isfinite(scored))):
+                raise not_finite(step[rows][bad[0, 0]], step[bad[0, 1]])
+        return np.stack(lists).astype(np.float32)
+
+
+def not_finite(first: str, other: str) -> TeacherOutputError:
+    """Return the error of a pair's score."""
+    return TeacherOutputError(
+        f"the teacher's score of {first[:60]!r} and {other[:60]!r} is not finite; try precision: fp32"
+    )
 
 
 @contextmanager

@@ -48,14 +48,16 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str],
 
 @pytest.mark.slow
 def test_candidates_on_two_workers_equal_a_local_run(
-    recipe_with: MakeRecipe, sentences: list[str], tmp_path: Path
+    recipe_with: MakeRecipe, sentences: list[str], tiny_cross: Path, tmp_path: Path
 ) -> None:
+    """Also with a cross-encoder, which scores candidates and has no server."""
     for name, texts in (("queries", sentences[:60]), ("documents", sentences[60:])):
         (tmp_path / f"{name}.txt").write_text("\n".join(texts))
     sources = f"[{{path: '{tmp_path}/queries.txt', role: query}}, {{path: '{tmp_path}/documents.txt', role: document}}]"
     overrides = (
         *("corpus.path=null", f"corpus.sources={sources}", "candidates={per_query: 8, random: 2, per_step: 3}"),
-        *("objective={info_nce: null, consistency: null, rank: null, regression: {}, candidates: {}}",),
+        *("objective={info_nce: null, consistency: null, rank: null, regression: {teachers: [0, 1]}, candidates: {}}",),
+        *(f"teachers.encoders.2={{backbone: '{tiny_cross}', max_length: 32}}", "evaluation.dev=agreement"),
         *("student.projection=none", "student.dropout=0.0", "training.epochs=4", "evaluation.num_heldout=8"),
     )
     remote = run(recipe_with(*overrides, "training.workers=2", f"storage.cache={tmp_path}/on-ray"), Reporter())

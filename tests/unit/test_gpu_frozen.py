@@ -24,8 +24,7 @@ from distcse.runs.mutual.pair_task import pair_model
 from distcse.storage import open_store
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.kinds.cross_encoder import PairTeacher
-from distcse.teachers.teacher import LiveTeacher
+from distcse.teachers.teacher import LiveTeacher, PairTeacher
 from distcse.text import Corpus
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated

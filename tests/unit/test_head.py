@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from distcse.errors import (
     ArgumentError,
@@ -281,6 +282,21 @@ def test_prompts_labels_and_other_activations_are_refused(
             CrossEncoder.load(cross)
         (check,) = kind_of(TeacherSection(backbone=str(cross))).check_source()
         assert check.verdict == "fail" and repr(activation) in check.found
+
+
+def test_of_two_labels_the_second_ones_probability_is_the_score(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_cross_encoder(tmp_path / "two", tiny(), labels=2)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokens = AutoTokenizer.from_pretrained(folder)(
+        *map(list, zip(*PAIRS, strict=True)), padding=True, return_tensors="pt"
+    )
+    with torch.no_grad():
+        expected = model(**tokens).logits.softmax(dim=1)[:, 1]
+    np.testing.assert_allclose(CrossEncoder.load(folder).score(PAIRS), expected, atol=1e-5)
+    for names in ({"0": "not_entailment", "1": "entailment"}, {"0": "entailment", "1": "not_entailment"}):
+        change_json(folder / "config.json", id2label=names)
+        with fails_with(UnsupportedModelError, str(folder), names["1"], "relevant"):
+            CrossEncoder.load(folder)
 
 
 def test_a_start_with_other_labels_gets_a_new_head(tiny: Callable[..., Path], tmp_path: Path) -> None:

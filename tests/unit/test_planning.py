@@ -14,12 +14,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel
 
+from distcse.devices import host
 from distcse.devices.device import DeviceSpeed
 from distcse.errors import ArgumentError
 from distcse.models import Encoder
 from distcse.models.folder import model_class
 from distcse.planning.costs import Pass, StudentPlan, transfer_seconds, worker_memory
-from distcse.planning.machines import GPUS, Machine, PlannedCluster, parse_cluster
+from distcse.planning.machines import GPUS, Machine, PlannedCluster, cpu_rate, parse_cluster, this_machine
 from distcse.planning.sizes import Lengths, assumed_lengths, read_lengths, read_shape
 from distcse.planning.text import scaling, student_advice, student_problems
 from distcse.preflight.precision import decide_precisions
@@ -91,6 +92,74 @@ def test_bert_base_has_the_sizes_of_its_paper() -> None:
     assert shape.parameters == by_hand == 108_891_648
     assert not shape.is_read  # config.json is not here
     assert Pass(shape, 1, 32).flops == 32 * 12 * (24 * 768**2 + 4 * 32 * 768) == 32 * 171_048_960
+
+
+# Candidates
+
+
+@pytest.fixture
+def search_plan(tiny: Callable[..., Path], tiny_cross: Path) -> Callable[..., StudentPlan]:
+    """Plans 1,000 queries and 9,000 documents with an encoder and a cross-encoder as teachers, on a CPU."""
+
+    def plan(*overrides: str) -> StudentPlan:
+        teachers = f"[{{backbone: '{tiny('bert')}'}}, {{backbone: '{tiny_cross}', max_length: 24}}]"
+        recipe = load_recipe(
+            "search",
+            [
+                *("corpus.sources.0.path=q.txt", "corpus.sources.1.path=d.txt", f"student.backbone={tiny('bert')}"),
+                *("student.layers=null", f"teachers.encoders={teachers}", "objective.regression.teachers=[0]"),
+                *("candidates={per_query: 20}", "objective.candidates={}", "training.epochs=1", *overrides),
+            ],
+        )
+        shares = {"query": 0.1, "document": 0.9}
+        lengths = Lengths(np.full(10, 20), 10_000, "a test", 80.0, shares)
+        return StudentPlan.of(recipe, lengths, PlannedCluster("local", 1, 1, CPU))
+
+    return plan
+
+
+def test_a_plan_counts_the_search_for_candidates_and_the_scores_of_pairs(
+    search_plan: Callable[..., StudentPlan],
+) -> None:
+    plan = search_plan()
+    phases = {phase.name: phase for phase in plan.phases}
+    assert [*phases][1:4] == ["teacher 0", "candidates", "teacher 1"]
+    width = read_shape(plan.recipe.teachers.encoders[0]).dimension
+    search, scoring = phases["candidates"], phases["teacher 1"]
+    products = 2 * 1000 * 9000 * width / CPU.rate("fp32")
+    assert products < search.seconds < 10 * products
+    assert plan.pairs == 20_000 and "20,000 pairs" in scoring.note
+    scored = Pass(read_shape(plan.recipe.teachers.encoders[1]), 20_000, 24)  # 39 tokens, cut
+    assert scored.flops / CPU.rate("fp32") < scoring.seconds
+    assert plan.candidate_bytes == 20_000 * (8 + 4 + 4)
+    assert plan.tables == {"teacher 0": 2 * 10_000 * width, "teacher 1": 0}
+    assert plan.steps == 1000 // (64 // 8)  # eight queries with their candidates
+    without = search_plan("objective.candidates=null")
+    assert without.pairs == 0 and "candidates" not in {phase.name for phase in without.phases}
+    assert plan.disk_bytes - without.disk_bytes == plan.candidate_bytes
+    bm25 = {phase.name: phase for phase in search_plan("candidates.by=bm25").phases}["candidates"]
+    assert not bm25.seconds and "BM25 not estimated" in bm25.note
+
+
+def test_the_rows_of_each_role_are_counted_from_the_text(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+    for name, rows in (("q", 30), ("d", 90)):
+        (tmp_path / f"{name}.txt").write_text("\n".join(f"text {row}" for row in range(rows)))
+    recipe = load_recipe(
+        "search", [f"corpus.sources.0.path={tmp_path}/q.txt", f"corpus.sources.1.path={tmp_path}/d.txt"]
+    )
+    for rows, counted in ((None, 120), (1_000_000, 1_000_000)):
+        lengths = read_lengths(recipe.corpus, EncoderSection(backbone=str(tiny("bert"))), rows)
+        assert lengths.shares == {"query": 0.25, "document": 0.75} and lengths.rows == counted
+    gone = load_recipe(
+        "search", ["corpus.sources.0={path: gone.txt, limit: 10, role: query}", "corpus.sources.1.limit=30"]
+    )
+    assert read_lengths(gone.corpus, EncoderSection(backbone=str(tiny("bert"))), 400).shares == lengths.shares
+
+
+def test_nodes_with_gpus_search_on_cpus_like_this_machines() -> None:
+    nodes = PlannedCluster("2x8xH100-80G", 2, 8, GPUS["H100-80G"])
+    assert cpu_rate(nodes) == 2 * this_machine(host.cpus()).rate("fp32")
+    assert cpu_rate(PlannedCluster("3xcpu", 3, 2, CPU)) == 6 * CPU.rate("fp32")
 
 
 # FLOPs

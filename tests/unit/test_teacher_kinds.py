@@ -27,10 +27,9 @@ from distcse.storage import open_store
 from distcse.teachers import embedding
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.kinds import TeacherKind, kind_of
-from distcse.teachers.kinds.cross_encoder import PairTeacher
 from distcse.teachers.lists import LocalTeacherClient, TeacherEnsemble
 from distcse.teachers.table import MOST_SHARDS, SHARD_ROWS, EmbeddingTable, TableIdentity, rows_per_shard
-from distcse.teachers.teacher import LiveTeacher, TableTeacher
+from distcse.teachers.teacher import LiveTeacher, PairTeacher, TableTeacher
 from distcse.text import Corpus
 from tests.backends import run
 from tests.commands import command

@@ -27,14 +27,16 @@ from distcse.preflight.warnings import (
     warn_of_unknown_tokens,
     warn_of_unused_prompts,
 )
-from distcse.recipe import EncoderSection, Recipe, StudentSection, TeacherSection, TrainingSection
+from distcse.recipe import CandidatesSection, EncoderSection, Recipe, StudentSection, TeacherSection, TrainingSection
 from distcse.runs.backend import Backend, DeviceCall, EmbeddingRequest
+from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import require_lasting
 from distcse.runs.distillation.processes import student_needs
 from distcse.runs.final_evaluation import excluded_sentences
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, storage_errors
-from distcse.teachers.candidates import CandidateSearch
+from distcse.teachers.candidate_scores import CandidateScoring, ScoredCandidates
+from distcse.teachers.candidates import CANDIDATES, CandidateSearch
 from distcse.teachers.embedding import identity_of, new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
@@ -215,8 +217,12 @@ def averaged_teachers(recipe: Recipe) -> dict[int, TeacherSection]:
     return found if len(found) > 1 else {}
 
 
-_STAGE, _CANDIDATES = "tokens", "candidates"
+_STAGE = "tokens"
 _MEMORY, _SEARCH_MEMORY = 2 * GIB, 3 * GIB
+_INDEXED_BYTES = 1000
+"""Estimate of a text with its entries in BM25's index."""
+SHARDS_PER_CALL = 16
+"""Shards of scores for which a model is loaded: up to 65,536 pairs, which take seconds on a GPU and minutes on a CPU."""
 
 
 def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: Reporter) -> TokenTable:
@@ -226,7 +232,7 @@ def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: R
     tokens, note = TokenTable.find(wanted), "reused"
     if tokens is None:
         if wanted.has_parts:
-            with _lease(wanted, reporter):
+            with _lease(wanted.parts_store, reporter, "tokenizes the same sentences"):
                 if TokenTable.find(wanted) is None:  # otherwise another run has made it during the wait
                     _write_parts(recipe, wanted, backend, reporter)
                     wanted.write_table(on_progress)
@@ -239,12 +245,11 @@ def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: R
     return tokens
 
 
-def _lease(wanted: Tokenization, reporter: Reporter) -> AbstractContextManager[Lease]:
-    """Return a context manager that holds the parts' lease, so that two runs do not make the same ones."""
-    store = wanted.parts_store
+def _lease(store: ArtifactStore, reporter: Reporter, waits_for: str) -> AbstractContextManager[Lease]:
+    """Return a context manager that holds the lease of parts, so that two runs do not make the same ones."""
     with storage_errors(store.path):
         store.path.mkdir(parents=True, exist_ok=True)
-    return Lease.held(store, reporter, waits_for="tokenizes the same sentences")
+    return Lease.held(store, reporter, waits_for=waits_for)
 
 
 def _write_parts(recipe: Recipe, wanted: Tokenization, backend: Backend, reporter: Reporter) -> None:
@@ -260,7 +265,7 @@ def _write_parts(recipe: Recipe, wanted: Tokenization, backend: Backend, reporte
     ]
     if calls:
         options = student_needs(recipe).options(uses_gpu=False)
-        backend.run_on_devices(calls, options, _adding_up(reporter, len(wanted.corpus)))
+        backend.run_on_devices(calls, options, _adding_up(reporter, _STAGE, len(wanted.corpus), "sentences"))
 
 
 def _write_part(
@@ -280,14 +285,14 @@ def _tokenization(student: StudentSection, corpus: Corpus, cache: ArtifactStore,
     return Tokenization(corpus, spec.tokenizer, spec.readings, cache, part_rows)
 
 
-def _adding_up(reporter: Reporter, total: int) -> Reporter:
-    """Return a reporter that replaces the progress of single parts by their sum."""
+def _adding_up(reporter: Reporter, stage: str, total: int, unit: str) -> Reporter:
+    """Return a reporter that replaces the progress of a stage's parts by their sum."""
     done = Counter[str]()
 
     def emit(event: Event) -> None:
         if isinstance(event, StageProgress):
             done[event.name] = event.done
-            event = StageProgress(_STAGE, done.total(), total, "sentences")
+            event = StageProgress(stage, done.total(), total, unit)
         reporter.emit(event)
 
     return Reporter(emit, reporter.stop_requested)
@@ -345,43 +350,86 @@ def prepare_tables(
 
 def prepare_candidates(
     recipe: Recipe, corpus: Corpus, tables: Sequence[EmbeddingTable | None], backend: Backend, reporter: Reporter
-) -> ArtifactStore | None:
-    """Find the candidates of the corpus's queries, or take them from the cache.
+) -> ScoredCandidates | None:
+    """Find the candidates of the corpus's queries and their scores, or take them from the cache.
 
     Returns:
-        The folder of `Candidates`; None if no loss compares candidates.
+        Where they are; None if no loss compares candidates.
     """
     if recipe.candidates is None or not recipe.compares_candidates:
         return None
-    wanted = _candidate_search(recipe, corpus, [table for table in tables if table is not None])
+    search = _candidate_search(recipe, recipe.candidates, corpus, tables)
+    _find_candidates(recipe, search, backend, reporter)
+    scorings = {
+        number: CandidateScoring(search, teacher)
+        for number, teacher in enumerate(recipe.teachers.encoders)
+        if not kind_of(teacher).has_vectors
+    }
+    for number, scoring in scorings.items():
+        _score_candidates(recipe, number, scoring, backend, reporter)
+    return ScoredCandidates(search, list(scorings.values()))
+
+
+def _find_candidates(recipe: Recipe, wanted: CandidateSearch, backend: Backend, reporter: Reporter) -> None:
     total, found = len(wanted.queries), wanted.missing_blocks()
     if found:
-        start_stage(reporter, _CANDIDATES, total)
-        with storage_errors(wanted.store.path):
-            wanted.store.path.mkdir(parents=True, exist_ok=True)
-        with Lease.held(wanted.store, reporter, waits_for="looks for the same candidates"):
+        start_stage(reporter, CANDIDATES, total)
+        with _lease(wanted.store, reporter, "looks for the same candidates"):
             found = wanted.missing_blocks()  # fewer if another run found some during the wait
+            options = student_needs(recipe).options(uses_gpu=False)
+            if wanted.lacks_index:
+                memory = _MEMORY + _INDEXED_BYTES * len(wanted.documents)
+                backend.run_on_devices([DeviceCall("BM25 index", wanted.write_index, memory)], options, reporter)
             calls = [
-                DeviceCall(f"candidates of block {number}", partial(_write_candidates, wanted, number), _SEARCH_MEMORY)
+                DeviceCall(f"candidates of block {number}", partial(wanted.write_block, number), _SEARCH_MEMORY)
                 for number in found
             ]
-            backend.run_on_devices(calls, student_needs(recipe).options(uses_gpu=False), reporter)
-    new = sum(len(wanted.blocks[number]) for number in found)
-    each = recipe.candidates.per_query
-    report_finished(
-        reporter, _CANDIDATES, new, f"{each} for each of {total:,} queries, {total - new:,} reused", total - new
-    )
-    return wanted.store
+            backend.run_on_devices(calls, options, reporter)
+    new, each = sum(len(wanted.blocks[number]) for number in found), wanted.section.per_query
+    note = f"{each} for each of {total:,} queries, {total - new:,} reused"
+    report_finished(reporter, CANDIDATES, new, note, total - new)
 
 
-def _candidate_search(recipe: Recipe, corpus: Corpus, tables: Sequence[EmbeddingTable]) -> CandidateSearch:
-    assert recipe.candidates is not None
-    teachers = TargetSpec(tables, [teacher.alpha for teacher in recipe.teachers.encoders])
-    return CandidateSearch(corpus.store, teachers, recipe.candidates, open_store(recipe.storage.cache))
+def _score_candidates(
+    recipe: Recipe, number: int, wanted: CandidateScoring, backend: Backend, reporter: Reporter
+) -> None:
+    """Let a teacher that reads pairs score the candidates whose scores are missing, on all devices."""
+    stage, teacher, missing = f"teacher {number}", wanted.teacher, wanted.missing_shards()
+    if missing:
+        with _lease(wanted.store, reporter, "scores the same candidates with the same teacher"):
+            missing = wanted.missing_shards()  # fewer if another run scored some during the wait
+            memory = model_memory(teacher.backbone if teacher.loads_model else None)
+            parts = [missing[first : first + SHARDS_PER_CALL] for first in range(0, len(missing), SHARDS_PER_CALL)]
+            calls = [
+                DeviceCall(
+                    f"scores of teacher {number} from shard {part[0]}",
+                    partial(_write_scores, wanted, part, recipe.teachers.tokens_per_batch),
+                    memory,
+                )
+                for part in parts
+            ]
+            options = student_needs(recipe).options(uses_gpu=kind_of(teacher).uses_gpu)
+            total = wanted.num_pairs(missing)
+            backend.run_on_devices(calls, options, _adding_up(reporter, stage, total, "pairs"))
+    new, pairs = wanted.num_pairs(missing), wanted.num_pairs(range(len(wanted.shards)))
+    note = f"{new:,} pairs scored, {pairs - new:,} reused"
+    reporter.emit(StageProgress(stage, new, new, "pairs", finished=True, note=note, reused=pairs - new))
 
 
-def _write_candidates(wanted: CandidateSearch, number: int, reporter: Reporter) -> None:
-    wanted.write_block(number, partial(reporter.advance, _CANDIDATES, total=None, unit="documents compared"))
+def _write_scores(
+    wanted: CandidateScoring, shards: Sequence[int], tokens_per_batch: int | None, reporter: Reporter
+) -> None:
+    report = partial(reporter.advance, f"from shard {shards[0]}", total=None, unit="pairs")
+    wanted.write_shards(shards, tokens_per_batch, on_progress=report)
+
+
+def _candidate_search(
+    recipe: Recipe, section: CandidatesSection, corpus: Corpus, tables: Sequence[EmbeddingTable | None]
+) -> CandidateSearch:
+    alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
+    used = [(table, alpha) for table, alpha in zip(tables, alphas, strict=True) if table is not None]
+    teachers = TargetSpec([table for table, _ in used], [alpha for _, alpha in used])
+    return CandidateSearch(corpus.store, teachers, section, open_store(recipe.storage.cache))
 
 
 def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None) -> int:

@@ -29,7 +29,7 @@ from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
 from distcse.runs.directory import PROJECTION
 from distcse.runs.distillation.agreement import AgreementRows
 from distcse.storage import ArtifactStore
-from distcse.teachers.candidates import Candidates
+from distcse.teachers.candidate_scores import ScoredCandidates
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import Projection, TargetReader, TargetSpec
@@ -361,8 +361,8 @@ class TrainSpec:
     tokens: ArtifactStore
     targets: TargetSpec | None = None
     """The teachers' vectors; None unless a loss term uses them."""
-    candidates: ArtifactStore | None = None
-    """The queries' candidates; None unless a loss term compares them."""
+    candidates: ScoredCandidates | None = None
+    """The queries' candidates, also scored by teachers that `recipe` lacks; None unless a loss term compares them."""
     worker_tables: Mapping[int, EmbeddingTable] = field(default_factory=dict)
     """Tables that the workers read themselves, by teacher index; the other teachers have clients."""
 
@@ -450,7 +450,7 @@ class BatchLoader:
 def _candidate_sampler(spec: TrainSpec, corpus: Corpus, held_out: NDArray[np.int64]) -> CandidateSampler:
     recipe, queries = spec.recipe, corpus.rows_of_role("query")
     assert spec.candidates is not None and recipe.candidates is not None
-    found, per_step = Candidates(spec.candidates, len(queries)), recipe.candidates.per_step
+    found, per_step = spec.candidates.open(), recipe.candidates.per_step
     return CandidateSampler(
         queries, found.ids, found.scores, held_out, per_step, recipe.training.batch_size, recipe.seed
     )

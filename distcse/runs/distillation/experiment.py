@@ -23,7 +23,14 @@ from distcse.recipe import LoggersSection, Recipe, Sweep, TeachersSection, Train
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import NodeNeeds, joined_for_devices, model_memory, report_gpus, waited_for_nodes
 from distcse.runs.directory import RunDirectory, check_storage
-from distcse.runs.distillation.corpus import band_warnings, extent_of, fit_to_corpus, model_warnings, read_corpus
+from distcse.runs.distillation.corpus import (
+    band_warnings,
+    extent_of,
+    fit_to_corpus,
+    model_warnings,
+    prepare_candidates,
+    read_corpus,
+)
 from distcse.runs.distillation.distillation_task import TrainSpec, encoder_weights, initial_student
 from distcse.runs.distillation.final_evaluation import ScoredStudent, contamination_of, final_scores, labelled_tasks
 from distcse.runs.distillation.preflight import recipe_questions, rehearse_run
@@ -36,11 +43,13 @@ from distcse.runs.distillation.preparation import (
 from distcse.runs.distillation.processes import (
     joined_for_run,
     least_requests,
+    list_teachers,
     plan_run,
     plans_of_run,
     roles_on,
     student_needs,
     student_processes,
+    with_list_teachers,
     with_precisions,
 )
 from distcse.runs.experiment import (
@@ -150,8 +159,9 @@ class Distillation(Experiment[Recipe]):
                 if not is_trial:
                     report_warnings(band_warnings(recipe, corpus, keep=True), reporter)
                 spec = prepared.spec(directory, tables, backend, reporter)
+                lists = [tables[number] for number in list_teachers(recipe)]
                 yield OpenDistillation(
-                    prepared, tables, spec, directory, reporter, backend, labelled, tracked, joined, is_trial
+                    prepared, lists, spec, directory, reporter, backend, labelled, tracked, joined, is_trial
                 )
             directory.store_events()
 
@@ -169,7 +179,7 @@ class OpenDistillation:
 
     prepared: PreparedCorpus
     tables: Sequence[EmbeddingTable | None]
-    """One per teacher; None for a live teacher."""
+    """One per teacher of the spec; None for a live teacher."""
     spec: TrainSpec
     """The spec of the training workers."""
     directory: RunDirectory
@@ -274,7 +284,7 @@ class DistillationTrials(Trials):
             number_key=key,
             is_elastic=False,
         )
-        return [trial, *server_processes(self.searched.teachers, reads_tables=workers <= 1)]
+        return [trial, *server_processes(self.teachers, reads_tables=workers <= 1)]
 
     @property
     def needs(self) -> NodeNeeds:
@@ -282,7 +292,7 @@ class DistillationTrials(Trials):
 
     @property
     def teachers(self) -> TeachersSection:
-        return self.searched.teachers
+        return with_list_teachers(self.searched).teachers
 
     def train(self, backend: Backend, reporter: Reporter, directory: RunDirectory) -> Result:
         return Distillation(self.searched).run(backend, reporter, directory, is_trial=True)
@@ -330,7 +340,8 @@ class DistillationTrials(Trials):
         recipe, corpus = prepared.recipe, prepared.corpus
         _, warnings = extent_of(recipe, corpus)
         report_warnings([*warnings, *band_warnings(recipe, corpus, keep=True)], reporter)
-        return SharedTables(prepared.corpus, tables)
+        prepare_candidates(recipe, corpus, tables, backend, reporter)  # once, on all devices
+        return SharedTables(prepared.corpus, [tables[number] for number in list_teachers(recipe)])
 
     def scores(self, run: ArtifactStore) -> Callable[[Event], Iterable[TrialScore]]:
         return _dev_scores

@@ -23,6 +23,7 @@ from distcse.evaluation import (
     Model,
     ModelInfo,
     ModelResults,
+    PairScores,
     Tasks,
     VectorModel,
     agreement_result,
@@ -42,7 +43,7 @@ from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.agreement import AgreementRows
-from distcse.runs.distillation.processes import student_needs
+from distcse.runs.distillation.processes import list_teachers, student_needs
 from distcse.runs.final_evaluation import (
     FinalScores,
     compare_measured,
@@ -155,11 +156,11 @@ def final_scores(
                 recipe, ranks, corpus, ranked, ranker, seen[students[-1].name], precision, untimed, backend
             )
         )
-    teachers, first_teacher = recipe.teachers.encoders, len(calls)
+    teachers, compared, first_teacher = recipe.teachers.encoders, list_teachers(recipe), len(calls)
     names = ["teacher"] if len(teachers) == 1 else [f"teacher {number}" for number in range(len(teachers))]
-    for name, section in zip(names, teachers, strict=True):
+    for number, (name, section) in enumerate(zip(names, teachers, strict=True)):
         table = _complete_table(recipe, section, corpus) if rows.queries else None
-        call = partial(_measure_teacher, name, section, precision, shared, table, rows)
+        call = partial(_measure_teacher, name, section, precision, shared, table, rows, number in compared)
         memory = model_memory(section.backbone if section.loads_model else None)
         calls.append(DeviceCall(f"evaluation of {name}", call, memory))
     options, protocol = student_needs(recipe).options(run.path), [precision, repr(ranks)]
@@ -170,7 +171,7 @@ def final_scores(
         results = [scored for model in results if (scored := _without_vectors(model)).results]
     elif held_out_task is not None:
         similarities = np.stack([model.similarities for model in measured if model.similarities is not None])
-        mixed = mix_lists(torch.from_numpy(similarities), [teacher.alpha for teacher in teachers]).numpy()
+        mixed = mix_lists(torch.from_numpy(similarities), [teachers[number].alpha for number in compared]).numpy()
         # The only teacher agrees with itself.
         itself = "teacher" if len(teachers) == 1 else None
         results = [
@@ -217,6 +218,7 @@ def _measure_teacher(
     shared: Callable[[], tuple[Tasks, HeldOutVectors | None]],
     table: EmbeddingTable | None,
     rows: AgreementRows,
+    is_compared: bool,
     reporter: Reporter,
 ) -> _Measured:
     tasks, held_out = shared()
@@ -228,7 +230,7 @@ def _measure_teacher(
             places = [place for place, each in enumerate(held_out.roles) if each == role]
             texts = [held_out.texts[place] for place in places]
             candidate.model.remember(texts, table.vectors(rows.ids[places]), role)
-    similarities = None if held_out is None else _similarity_matrix(candidate.model, held_out)
+    similarities = _similarity_matrix(candidate.model, held_out) if held_out is not None and is_compared else None
     return _Measured(measure_model(candidate, tasks, reporter), similarities)
 
 
@@ -272,6 +274,8 @@ def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_pr
     kind = kind_of(section)
     if not kind.is_model:
         info = ModelInfo(name, kind.source, kind.name, "unknown", section.longest or 0, 0)
+        if not kind.has_vectors:
+            return Candidate(info, PairScores(kind.open_scorer(), on_progress))
         encode = partial(_encode, kind.open_embedder(), on_progress)
         return Candidate(info, VectorModel(encode, section.role_prompts))
     if not kind.has_vectors:

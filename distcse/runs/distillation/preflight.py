@@ -32,7 +32,7 @@ from distcse.runs.distillation.corpus import (
 )
 from distcse.runs.distillation.distillation_task import build_student
 from distcse.runs.distillation.final_evaluation import labelled_tasks
-from distcse.runs.distillation.preparation import require_shared_projection, require_vectors
+from distcse.runs.distillation.preparation import require_candidates, require_shared_projection, require_vectors
 from distcse.runs.distillation.processes import (
     describe_resources,
     joined_for_embedding,
@@ -135,6 +135,7 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
         check_storage(recipe.storage, ["cache"])
         recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
         report_gpus(backend.cluster, recipe.gpu_mode, partial(plans_of_embedding, recipe), reporter)
+        require_candidates(recipe)
         corpus = read_corpus(recipe, reporter)
         report_warnings(teacher_token_warnings(recipe, corpus), reporter)
         for number, teacher in enumerate(recipe.teachers.encoders):
@@ -197,12 +198,13 @@ def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[E
     ):
         recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
         report_gpus(backend.cluster, recipe.gpu_mode, partial(plans_of_embedding, recipe), reporter)
+        require_candidates(recipe)
         corpus = read_corpus(recipe, reporter)
         report_warnings(teacher_token_warnings(recipe, corpus), reporter)
         with joined_for_embedding(recipe, backend.cluster):
             tables = prepare_tables(recipe, corpus, backend, reporter)
-            if (store := prepare_candidates(recipe, corpus, tables, backend, reporter)) is not None:
-                _report_candidates(corpus, Candidates(store, len(corpus.rows_of_role("query"))), reporter)
+            if (found := prepare_candidates(recipe, corpus, tables, backend, reporter)) is not None:
+                _report_candidates(corpus, found.open(), reporter)
             return tables
 
 

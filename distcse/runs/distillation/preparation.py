@@ -26,8 +26,9 @@ from distcse.runs.distillation.corpus import (
 )
 from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.final_evaluation import labelled_tasks
-from distcse.runs.distillation.processes import student_needs
+from distcse.runs.distillation.processes import student_needs, with_list_teachers
 from distcse.storage import ArtifactStore, open_store
+from distcse.teachers.candidates import import_bm25s
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import starts_servers
@@ -103,7 +104,8 @@ class PreparedCorpus:
             selected = [table for number in chosen if (table := tables[number]) is not None]
             targets = self._target_spec(selected, [alphas[number] for number in chosen], directory, backend, reporter)
         candidates = prepare_candidates(recipe, self.corpus, tables, backend, reporter)
-        return TrainSpec(recipe, directory.store, self.corpus.store, self.tokens.store, targets, candidates=candidates)
+        trained = with_list_teachers(recipe)
+        return TrainSpec(trained, directory.store, self.corpus.store, self.tokens.store, targets, candidates=candidates)
 
     def _target_spec(
         self,
@@ -216,16 +218,32 @@ def require_vectors(recipe: Recipe) -> None:
             "the tables of all teachers; write teachers.num_servers: 1, or teachers.serve: actor"
         )
     tabled = [kind.uses_table(recipe.teachers.mode) for kind in kinds]
-    numbers = {*recipe.objective.vector_teachers(len(tabled))}
-    if recipe.compares_candidates:
-        numbers |= {*range(len(tabled))}
-    missing = [number for number in sorted(numbers) if not tabled[number]]
+    missing = [number for number in recipe.objective.vector_teachers(len(tabled)) if not tabled[number]]
     if missing:
-        (key, *_) = recipe.objective.keys_that_need("vectors", "candidates", active=True)
+        (key, *_) = recipe.objective.keys_that_need("vectors", active=True)
         raise UnsuitableTeacherError(
-            f"{key} needs the vectors of teacher {missing[0]}, which has no table; write teachers.mode: table. "
-            "A cross-encoder has no vectors: use another teacher"
+            f"{key} needs the vectors of teacher {min(missing)}, which has no table; write teachers.mode: table. "
+            "A cross-encoder has no vectors: use another teacher, or name the others in objective.regression.teachers"
         )
+    require_candidates(recipe)
+
+
+def require_candidates(recipe: Recipe) -> None:
+    """Check that the teachers can find and score the candidates that a term compares, before the corpus is embedded."""
+    if recipe.candidates is None or not recipe.compares_candidates:
+        return
+    by, kinds = recipe.candidates.by, [kind_of(teacher) for teacher in recipe.teachers.encoders]
+    with_vectors = [number for number, kind in enumerate(kinds) if kind.has_vectors]
+    if live := [number for number in with_vectors if not kinds[number].uses_table(recipe.teachers.mode)]:
+        raise UnsuitableTeacherError(
+            f"objective.candidates needs the vectors of teacher {live[0]}, which has no table; write teachers.mode: table"
+        )
+    if by != "bm25" and not with_vectors:
+        raise UnsuitableTeacherError(
+            f"candidates.by is {by}, but no teacher has vectors to search with; write candidates.by: bm25, or add such a teacher"
+        )
+    if by != "teachers":
+        import_bm25s()
 
 
 def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[str, str]:

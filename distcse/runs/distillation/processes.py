@@ -43,6 +43,24 @@ from distcse.teachers.resources import (
 
 R = TypeVar("R", bound=Recipe)
 
+
+def list_teachers(recipe: Recipe) -> list[int]:
+    """Return the indices of the teachers whose lists a step or `agreement` compares.
+
+    A teacher that reads pairs only scores candidates, unless a term needs lists or no other teacher has vectors.
+    """
+    numbers = list(range(len(recipe.teachers.encoders)))
+    with_vectors = [number for number in numbers if kind_of(recipe.teachers.encoders[number]).has_vectors]
+    may_need_lists = recipe.objective.custom or recipe.objective.keys_that_need("lists", active=True)
+    return with_vectors if recipe.compares_candidates and with_vectors and not may_need_lists else numbers
+
+
+def with_list_teachers(recipe: R) -> R:
+    """Return the recipe with only the teachers of `list_teachers`."""
+    encoders = [recipe.teachers.encoders[number] for number in list_teachers(recipe)]
+    return recipe.model_copy(update={"teachers": recipe.teachers.model_copy(update={"encoders": encoders})})
+
+
 WORKERS = "training workers"
 """Name of a run's training workers."""
 
@@ -62,7 +80,7 @@ def student_processes(recipe: Recipe) -> list[Process]:
         {"CPU": "training.cpus_per_worker", "GPU": "training.gpus_per_worker"},
         is_elastic=training.min_workers is not None,
     )
-    return [workers, *server_processes(recipe.teachers)]
+    return [workers, *server_processes(with_list_teachers(recipe).teachers)]
 
 
 def student_needs(recipe: Recipe) -> NodeNeeds:
@@ -135,7 +153,7 @@ def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:
     """
     training = recipe.training
     usable = nodes_with(nodes, training.node_labels, "training.node_labels")
-    if starts_servers(recipe.teachers):
+    if starts_servers(with_list_teachers(recipe).teachers):
         nodes_with(nodes, recipe.teachers.node_labels, "teachers.node_labels")
     plan = plan_gpus(student_processes(recipe), nodes, recipe.gpu_mode)
     gpus = {"GPU": plan.of(WORKERS)} if plan.of(WORKERS) else {}
@@ -230,17 +248,20 @@ def _roles_on_cluster(
 def _teacher_devices(
     recipe: Recipe, speeds: ClusterSpeeds, nodes: Sequence[Node], server_gpus: float
 ) -> dict[int, list[DeviceSpeed]]:
-    """Return the devices of each teacher's embedding actors, or of its servers for a live teacher."""
+    """Return the devices of each teacher's embedding actors, of its live servers, or of its scores of candidates."""
     section = recipe.teachers
     if any(teacher.precision == "auto" for teacher in _models(recipe).values()):  # others need no device
         nodes_with(nodes, section.node_labels, "teachers.node_labels")
-    embedding_gpus = plan_embedding(section, nodes, recipe.gpu_mode).of(EMBEDDING)
-    return {
-        number: speeds.of(
+    embedding_gpus, served = plan_embedding(section, nodes, recipe.gpu_mode).of(EMBEDDING), list_teachers(recipe)
+
+    def devices(number: int, teacher: TeacherSection) -> list[DeviceSpeed]:
+        if number not in served:
+            return usable_devices(student_needs(recipe).options(), speeds, nodes)
+        return speeds.of(
             section.node_labels, embedding_gpus if kind_of(teacher).uses_table(section.mode) else server_gpus
         )
-        for number, teacher in _models(recipe).items()
-    }
+
+    return {number: devices(number, teacher) for number, teacher in _models(recipe).items()}
 
 
 def _roles(

@@ -5,8 +5,7 @@ Trans-Encoder trains on the pairs of a task, including its test pairs. Mined pai
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -27,11 +26,11 @@ from distcse.runs.cluster_fit import model_memory
 from distcse.runs.final_evaluation import excluded_sentences
 from distcse.storage import ArtifactStore, open_store
 from distcse.text import Corpus, Pairs
+from distcse.text.bm25 import BM25Index, require_bm25
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
 _QUERIES_PER_PAIR = 1
 """BM25 queries per requested pair, at most: each finds `num_neighbors` pairs, in about 0.1 s of a million sentences."""
-_QUERIES_PER_BATCH = 2000
 FLAT_UP_TO = 200_000
 """Largest number of vectors for which the search is exact."""
 NUM_PROBES = 32
@@ -99,16 +98,20 @@ def mine_pairs(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactSt
 def require_mining(section: MiningSection) -> None:
     """Check that the packages which the mining settings need are installed."""
     if any(band.share for band in section.bands):
-        _require("faiss")
+        _require_faiss()
     if section.bm25_share:
-        _require("bm25s", ", or write pairs.mine.bm25_share=0")
+        _require_bm25()
 
 
-def _require(package: str, alternative: str = "") -> Any:
+def _require_faiss() -> Any:
     try:
-        return import_module(package)
+        return import_module("faiss")
     except ImportError:
-        raise MissingDependencyError(f"pairs.mine needs {package}; {host.pip_install('mining')}{alternative}") from None
+        raise MissingDependencyError(f"pairs.mine needs faiss; {host.pip_install('mining')}") from None
+
+
+def _require_bm25() -> Any:
+    return require_bm25("pairs.mine", "pairs.mine.bm25_share=0")
 
 
 def _mine_bands(
@@ -145,44 +148,22 @@ def _mine_bands(
 
 def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, reporter: Reporter) -> PairRows:
     """Pair sentences with their BM25 neighbors, for a sample of sentences in a large corpus."""
-    bm25s = _require("bm25s")
-    logging.getLogger("bm25s").setLevel(logging.WARNING)
-    reporter.advance("mining", 0, len(texts), "sentences read by BM25")
-    tokens = bm25s.tokenize(reporter.follow(texts, "mining"), stopwords="en", show_progress=False)
-    reporter.advance("mining", len(texts), len(texts), "sentences read by BM25")
-    index = bm25s.BM25()
-    index.index(tokens._replace(ids=_Followed(tokens.ids, reporter)), show_progress=False)
+    index = BM25Index.build(_require_bm25(), texts, reporter, "mining")
     query_rows = np.arange(len(texts))
     if len(query_rows) > _QUERIES_PER_PAIR * section.pairs:
         random = np.random.Generator(np.random.PCG64([seed, _BM25_STREAM]))
         query_rows = np.sort(random.permutation(query_rows)[: _QUERIES_PER_PAIR * section.pairs])
-    pools: list[PairRows] = []
-    for begin in range(0, len(query_rows), _QUERIES_PER_BATCH):
-        batch = query_rows[begin : begin + _QUERIES_PER_BATCH]
-        queries = bm25s.tokenization.Tokenized([tokens.ids[row] for row in batch], tokens.vocab)
-        neighbors = min(section.num_neighbors + 1, len(texts))
-        rows, scores = index.retrieve(queries, k=neighbors, show_progress=False, n_threads=host.cpus())
-        pairs = np.stack([np.repeat(batch, neighbors), rows.ravel().astype(np.int64)], axis=1)
-        pools.append(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
-        reporter.advance("mining", begin + len(batch), len(query_rows), "BM25 queries")
-    unique = unique_pairs(np.concatenate(pools))
+    neighbors = min(section.num_neighbors + 1, len(texts))
+    progress = partial(reporter.advance, "mining", total=len(query_rows), unit="BM25 queries")
+    rows, scores = index.nearest([texts[row] for row in query_rows.tolist()], neighbors, progress)
+    pairs = np.stack([np.repeat(query_rows, neighbors), rows.ravel()], axis=1)
+    unique = unique_pairs(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
     reporter.emit(
         StageProgress(
             "mining", len(unique), len(unique), "pairs", finished=True, note=f"{len(unique):,} neighbors by BM25"
         )
     )
     return unique
-
-
-class _Followed(list[list[int]]):
-    """The sentences' token ids; iteration over them ends at a stop request."""
-
-    def __init__(self, ids: list[list[int]], reporter: Reporter) -> None:
-        super().__init__(ids)
-        self._reporter = reporter
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._reporter.follow(super().__iter__(), "mining")
 
 
 def _random_pairs(sentences: int, pairs: int, random: np.random.Generator) -> PairRows:
@@ -252,7 +233,7 @@ def knn(
     Returns:
         (n, min(k + 1, n)) cosines and (n, min(k + 1, n)) row ids, nearest first; an id is -1 where the index finds fewer.
     """
-    faiss, report = _require("faiss"), on_progress or (lambda done: None)
+    faiss, report = _require_faiss(), on_progress or (lambda done: None)
     report(0)
     count, width = vectors.shape
     index: Any = faiss.IndexFlatIP(width)

@@ -10,13 +10,14 @@ import torch
 
 from distcse.checks import Check
 from distcse.devices.device import HALF_PRECISIONS, default_device
+from distcse.errors import UnsuitableTeacherError
 from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder, model_fingerprint
 from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.folder import find_local_model, overflows_fp16
 from distcse.recipe import TeacherSection
 from distcse.recipe.section import decided
-from distcse.teachers.teacher import Embedder, LiveTeacher, Teacher
+from distcse.teachers.teacher import Embedder, LiveTeacher, PairScorer, PairTeacher, Teacher
 from distcse.text import Corpus
 
 ListSource = Literal["table", "rank", "live"]
@@ -34,7 +35,8 @@ class TeacherKind(ABC):
     is_model: ClassVar[bool] = False
     """Whether `backbone` names a model to load here: it has a config.json, a tokenizer and a precision."""
     has_vectors: ClassVar[bool] = True
-    """Whether it outputs one vector per sentence, so that it can have a table. If not, it scores pairs, always live."""
+    """Whether it outputs one vector per sentence, so that it can have a table. If not, it scores pairs (`open_scorer`): lists
+    live, candidates once."""
     uses_gpu: ClassVar[bool] = True
     """Whether it can compute on a GPU of the process that hosts it."""
 
@@ -60,6 +62,15 @@ class TeacherKind(ABC):
             UnsuitableTeacherError: The kind has no vectors.
             DistcseError: The teacher cannot be loaded.
         """
+
+    def open_scorer(self) -> PairScorer:
+        """Create what scores pairs, on the default device of this process; pass `precision` to it.
+
+        Raises:
+            UnsuitableTeacherError: The kind has vectors instead.
+            DistcseError: The teacher cannot be loaded.
+        """
+        raise UnsuitableTeacherError(f"teacher {self.section.backbone} has vectors, and scores no pairs")
 
     @property
     def source(self) -> str:
@@ -92,8 +103,18 @@ class TeacherKind(ABC):
         return {}
 
     def check_settings(self) -> None:
-        """Check the settings that a recipe cannot check without a look at the model."""
-        return
+        """Check the settings that a recipe cannot check without a look at the model: what a teacher without vectors lacks.
+
+        Raises:
+            UnsuitableTeacherError: One is set.
+        """
+        if self.has_vectors:
+            return
+        teacher = f"teacher {self.section.backbone} is a {self.name}, which"
+        if self.section.similarity == "rank":
+            raise UnsuitableTeacherError(f"{teacher} has no vectors for a rank space; write similarity: cosine")
+        if prompt := next((key for key in ("prompt", "prompts") if getattr(self.section, key)), None):
+            raise UnsuitableTeacherError(f"{teacher} reads pairs without a prompt; remove {prompt}")
 
     def open_live(self, corpus: Corpus, tokens_per_batch: int | None) -> Teacher:
         """Create a teacher that computes every list on request, without a table.
@@ -103,7 +124,9 @@ class TeacherKind(ABC):
             DistcseError: The teacher cannot be loaded.
         """
         self.check_settings()
-        return LiveTeacher(self.open_embedder(), corpus, self.precision, tokens_per_batch)
+        if self.has_vectors:
+            return LiveTeacher(self.open_embedder(), corpus, self.precision, tokens_per_batch)
+        return PairTeacher(self.open_scorer(), corpus, self.precision, tokens_per_batch)
 
     def check_source(self) -> list[Check]:
         """Check, for the doctor, that the source is there. Models are checked together with the student's."""

@@ -9,11 +9,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -33,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 _RETRIED_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
 _BUNDLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Variables that name the certificates of authorities; the first that is set counts. requests itself reads the first two."""
-_OTHER_TEXT = "a"
+OTHER_TEXT = "a"
 """Text that tells an endpoint that refuses one of the texts from one that refuses all."""
 _TEXT_STATUSES = (400, 500)
 """Answers that one text can cause, such as Ollama's 500 for a vector with a NaN."""
@@ -62,7 +63,7 @@ class EndpointKind(TeacherKind):
 
     @classmethod
     def matches(cls, section: TeacherSection) -> bool:
-        return section.endpoint is not None
+        return section.endpoint is not None and section.endpoint.api == "embeddings"
 
     @property
     def endpoint(self) -> EndpointSection:
@@ -101,16 +102,162 @@ class EndpointKind(TeacherKind):
         return [ok("endpoint", f"{name}: {url} answers")]
 
 
-class Endpoint:
+Item = TypeVar("Item")
+
+
+class EndpointClient(ABC, Generic[Item]):
+    """Asks an endpoint about many items, with retries, and in smaller requests where it finds one too large.
+
+    Args:
+        model: The model's name there.
+        section: The endpoint.
+    """
+
+    route: ClassVar[str]
+    """Where below the base URL the requests go."""
+    answers: ClassVar[str]
+    """What it answers, in messages."""
+    servers: ClassVar[str]
+    """Which servers have the route where, in messages."""
+    other: ClassVar[Any]
+    """An item that tells an endpoint that refuses one of the texts from one that refuses all."""
+
+    def __init__(self, model: str, section: EndpointSection) -> None:
+        self.model, self.section = model, section
+        self.batch_size = section.batch_size
+        """Most items of a request."""
+        self._session = _open_session(section)
+
+    @abstractmethod
+    def body(self, items: Sequence[Item]) -> dict[str, Any]:
+        """Return the request about items."""
+
+    @abstractmethod
+    def parse(self, response: Any, expected: int) -> NDArray[np.float32]:
+        """Return an array with an entry for each of the expected items, in their order; any error means another answer."""
+
+    def text_of(self, item: Item) -> str:
+        """Return the text that an endpoint may refuse."""
+        return str(item)
+
+    def ask_each(self, items: Sequence[Item], batches: Sequence[range]) -> Iterator[NDArray[np.float32]]:
+        """Yield the answers about items with these indices, batch by batch, with `section.connections` concurrent requests.
+
+        A request that the endpoint finds too large is halved, and so are later ones.
+        """
+        with ThreadPoolExecutor(self.section.connections) as pool:
+            yield from pool.map(lambda batch: self._ask(items, batch), batches)
+
+    def _ask(self, items: Sequence[Item], batch: range, is_suspect: bool = False) -> NDArray[np.float32]:
+        """Ask about the items with these indices, in several requests if the endpoint refuses one.
+
+        Args:
+            items: All items.
+            batch: Indices of those to ask about.
+            is_suspect: Whether a larger request with them was refused because of a text.
+        """
+        if len(batch) > self.batch_size:
+            return self._ask_halves(items, batch, is_suspect)
+        response = self._post([items[index] for index in batch], is_suspect)
+        if response.ok:
+            return self._parsed(response, len(batch))
+        is_too_large = _is_too_large(response)
+        if len(batch) == 1:
+            (index,) = batch
+            teacher = f"teacher {self.model} at {self.section.url}"
+            truncated = "shorten it, or start the server so that it truncates (TEI: --auto-truncate)"
+            error = RefusedTextError(
+                f"{teacher} refuses a text of {len(self.text_of(items[index])):,} characters ({_quote(response)}); "
+                f"{truncated if is_too_large else 'change or remove it, or correct the server by its log'}"
+            )
+            error.index, error.place = index, f"text {index}"
+            raise error
+        vectors = self._ask_halves(items, batch, is_suspect or not is_too_large)
+        if is_too_large and (half := -(-len(batch) // 2)) < self.batch_size:
+            self.batch_size = half
+            _LOG.warning(
+                "teacher %s at %s refuses %d texts in a request (%s): requests have at most %d from now on; endpoint.batch_size "
+                "sets it",
+                *(self.model, self.section.url, len(batch), _quote(response), half),
+            )
+        return vectors
+
+    def _ask_halves(self, items: Sequence[Item], batch: range, is_suspect: bool) -> NDArray[np.float32]:
+        half = -(-len(batch) // 2)
+        return np.concatenate([self._ask(items, part, is_suspect) for part in (batch[:half], batch[half:])])
+
+    def _post(self, items: Sequence[Item], is_suspect: bool) -> requests.Response:
+        """Return the answer about the items, or one that refuses these; retry what may succeed later."""
+        for retry in count():
+            is_last = retry == self.section.retries
+            wait = _FIRST_DELAY_S * 2**retry
+            try:
+                response = self._post_once(items)
+            except OSError as error:
+                if is_last or not _is_transient(error):
+                    tries = f" after {retry} retries" if _is_transient(error) else ""
+                    raise self.error(f"cannot be reached{tries}: {error}; {_fix(error)}") from None
+            else:
+                if response.ok or _is_too_large(response):
+                    return response
+                status = response.status_code
+                if status in _TEXT_STATUSES and (is_suspect := is_suspect or self._accepts_another_text()):
+                    if status == 400 or len(items) > 1 or is_last or retry + 1 >= _TRIES_OF_A_TEXT:
+                        return response
+                elif is_last or status not in _RETRIED_STATUSES:
+                    raise self.error(f"answers {_quote(response)}{self._hint(response)}")
+                if (asked := _retry_after(response)) is not None:
+                    if asked > _LONGEST_WAIT_S:
+                        raise self.error(
+                            f"answers {_quote(response)}, and asks to wait {asked:,.0f} s; start again then: finished shards are "
+                            "kept"
+                        )
+                    if asked > wait:
+                        _LOG.warning("teacher %s at %s asks to wait %.0f s", self.model, self.section.url, asked)
+                    wait = asked
+            time.sleep(wait)
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def _post_once(self, items: Sequence[Item]) -> requests.Response:
+        return self._session.post(self.section.route(self.route), json=self.body(items), timeout=self.section.timeout_s)
+
+    def _accepts_another_text(self) -> bool:
+        try:
+            return bool(self._post_once([self.other]).ok)
+        except OSError:
+            return False
+
+    def _hint(self, response: requests.Response) -> str:
+        if response.status_code in (401, 403):
+            return f" (the key is read from {self.section.api_key_env})"
+        if response.status_code in (404, 405):
+            return f"; check the model's name, and the URL: {self.servers}"
+        return ""
+
+    def _parsed(self, response: requests.Response, expected: int) -> NDArray[np.float32]:
+        try:
+            return self.parse(response.json(), expected)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise self.error(
+                f"does not answer with a list of {expected} {self.answers} ({error!r}), but with {_quote(response)}"
+            ) from None
+
+    def error(self, problem: str) -> TeacherError:
+        """Return an error that names the teacher."""
+        return EndpointError(f"teacher {self.model} at {self.section.url} {problem}")
+
+
+class Endpoint(EndpointClient[str]):
     """Embeds texts over HTTP, with the `encode` method of an encoder."""
+
+    route, answers, other = "embeddings", "embeddings", OTHER_TEXT
+    servers = "TEI and vLLM serve /embeddings below /v1, infinity at its root"
 
     def __init__(
         self, model: str, section: EndpointSection, prompt: str = "", prompts: Mapping[Role, str] | None = None
     ) -> None:
-        self._model, self._section, self._prompt = model, section, prompt
-        self._prompts = prompts or {}
-        self._batch_size = section.batch_size
-        self._session = _open_session(section)
+        super().__init__(model, section)
+        self._prompt, self._prompts = prompt, prompts or {}
 
     def encode(
         self,
@@ -137,125 +284,29 @@ class Endpoint:
         Returns:
             (n, d) float32 vectors, in the texts' order.
         """
-        size = self._batch_size
+        size = self.batch_size
         batches = [range(begin, min(begin + size, len(texts))) for begin in range(0, len(texts), size)]
         prompt = self._prompts.get(role, self._prompt)
         template = prompt if is_template(prompt) else prompt + SENTENCE
         texts = [template.replace(SENTENCE, text) for text in texts]
         batch_vectors: list[NDArray[np.float32]] = []
-        with ThreadPoolExecutor(self._section.connections) as pool:
-            for vectors in pool.map(lambda batch: self._embed(texts, batch), batches):
-                batch_vectors.append(vectors)
-                if on_progress is not None:
-                    on_progress(sum(map(len, batch_vectors)))
+        for vectors in self.ask_each(texts, batches):
+            batch_vectors.append(vectors)
+            if on_progress is not None:
+                on_progress(sum(map(len, batch_vectors)))
         dimensions = {vectors.shape[1] for vectors in batch_vectors}
         if len(dimensions) > 1:
-            raise self._error(f"answers vectors of different dimensions, {sorted(dimensions)}; check its model")
+            raise self.error(f"answers vectors of different dimensions, {sorted(dimensions)}; check its model")
         vectors = np.concatenate(batch_vectors) if batch_vectors else np.empty((0, 0), dtype=np.float32)
         if normalize:
             lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors = np.asarray(vectors / np.where(lengths > 0, lengths, 1), dtype=np.float32)
         return vectors
 
-    def _embed(self, texts: Sequence[str], batch: range, is_suspect: bool = False) -> NDArray[np.float32]:
-        """Embed the texts with these indices, in several requests if the endpoint refuses one.
+    def body(self, items: Sequence[str]) -> dict[str, Any]:
+        return {"model": self.model, "input": list(items), "encoding_format": "float"}
 
-        Args:
-            texts: All texts.
-            batch: Indices of those to embed.
-            is_suspect: Whether a larger request with them was refused because of a text.
-        """
-        if len(batch) > self._batch_size:
-            return self._embed_halves(texts, batch, is_suspect)
-        response = self._post([texts[index] for index in batch], is_suspect)
-        if response.ok:
-            return self._parsed(response, len(batch))
-        is_too_large = _is_too_large(response)
-        if len(batch) == 1:
-            (index,) = batch
-            teacher = f"teacher {self._model} at {self._section.url}"
-            truncated = "shorten it, or start the server so that it truncates (TEI: --auto-truncate)"
-            error = RefusedTextError(
-                f"{teacher} refuses a text of {len(texts[index]):,} characters ({_quote(response)}); "
-                f"{truncated if is_too_large else 'change or remove it, or correct the server by its log'}"
-            )
-            error.index, error.place = index, f"text {index}"
-            raise error
-        vectors = self._embed_halves(texts, batch, is_suspect or not is_too_large)
-        if is_too_large and (half := -(-len(batch) // 2)) < self._batch_size:
-            self._batch_size = half
-            _LOG.warning(
-                "teacher %s at %s refuses %d texts in a request (%s): requests have at most %d from now on; endpoint.batch_size "
-                "sets it",
-                *(self._model, self._section.url, len(batch), _quote(response), half),
-            )
-        return vectors
-
-    def _embed_halves(self, texts: Sequence[str], batch: range, is_suspect: bool) -> NDArray[np.float32]:
-        half = -(-len(batch) // 2)
-        return np.concatenate([self._embed(texts, part, is_suspect) for part in (batch[:half], batch[half:])])
-
-    def _post(self, texts: Sequence[str], is_suspect: bool) -> requests.Response:
-        """Return the answer with the vectors, or one that refuses these texts; retry what may succeed later."""
-        for retry in count():
-            is_last = retry == self._section.retries
-            wait = _FIRST_DELAY_S * 2**retry
-            try:
-                response = self._post_once(texts)
-            except OSError as error:
-                if is_last or not _is_transient(error):
-                    tries = f" after {retry} retries" if _is_transient(error) else ""
-                    raise self._error(f"cannot be reached{tries}: {error}; {_fix(error)}") from None
-            else:
-                if response.ok or _is_too_large(response):
-                    return response
-                status = response.status_code
-                if status in _TEXT_STATUSES and (is_suspect := is_suspect or self._accepts_another_text()):
-                    if status == 400 or len(texts) > 1 or is_last or retry + 1 >= _TRIES_OF_A_TEXT:
-                        return response
-                elif is_last or status not in _RETRIED_STATUSES:
-                    raise self._error(f"answers {_quote(response)}{self._hint(response)}")
-                if (asked := _retry_after(response)) is not None:
-                    if asked > _LONGEST_WAIT_S:
-                        raise self._error(
-                            f"answers {_quote(response)}, and asks to wait {asked:,.0f} s; start again then: finished shards are "
-                            "kept"
-                        )
-                    if asked > wait:
-                        _LOG.warning("teacher %s at %s asks to wait %.0f s", self._model, self._section.url, asked)
-                    wait = asked
-            time.sleep(wait)
-        raise AssertionError("unreachable: the last try returns or raises")
-
-    def _post_once(self, texts: Sequence[str]) -> requests.Response:
-        body = {"model": self._model, "input": list(texts), "encoding_format": "float"}
-        return self._session.post(self._section.route("embeddings"), json=body, timeout=self._section.timeout_s)
-
-    def _accepts_another_text(self) -> bool:
-        try:
-            return bool(self._post_once([_OTHER_TEXT]).ok)
-        except OSError:
-            return False
-
-    def _hint(self, response: requests.Response) -> str:
-        if response.status_code in (401, 403):
-            return f" (the key is read from {self._section.api_key_env})"
-        if response.status_code in (404, 405):
-            return (
-                "; check the model's name, and the URL: TEI and vLLM serve /embeddings below /v1, infinity at its root"
-            )
-        return ""
-
-    def _parsed(self, response: requests.Response, expected: int) -> NDArray[np.float32]:
-        try:
-            return self._parse(response.json(), expected)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise self._error(
-                f"does not answer with a list of {expected} embeddings ({error!r}), but with {_quote(response)}"
-            ) from None
-
-    @staticmethod
-    def _parse(response: Any, expected: int) -> NDArray[np.float32]:
+    def parse(self, response: Any, expected: int) -> NDArray[np.float32]:
         rows = sorted(response["data"], key=lambda row: int(row["index"]))
         if [row["index"] for row in rows] != list(range(expected)):
             raise ValueError(f"{len(rows)} rows")
@@ -263,9 +314,6 @@ class Endpoint:
         if vectors.ndim != 2 or not vectors.shape[1]:
             raise ValueError(f"an array of shape {vectors.shape}, where each text has one vector")
         return vectors
-
-    def _error(self, problem: str) -> TeacherError:
-        return EndpointError(f"teacher {self._model} at {self._section.url} {problem}")
 
 
 def _open_session(section: EndpointSection) -> requests.Session:
