@@ -19,7 +19,7 @@ from distcse.devices.device import BY_KIND
 from distcse.evaluation.tasks.agreement import OTHER_DOCUMENTS
 from distcse.events import Reporter
 from distcse.models.student import build_projection
-from distcse.planning.machines import NETWORK, Machine, PlannedCluster, cpu_rate
+from distcse.planning.machines import NETWORK, Machine, PlannedCluster
 from distcse.planning.sizes import Lengths, Shape, read_shape
 from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection
 from distcse.runs.distillation.corpus import fit_to_corpus
@@ -397,15 +397,16 @@ class StudentPlan:
 
     @property
     def search(self) -> PlannedPhase:
-        """Cost of the candidates' search, which compares each query with each document on the nodes' CPUs."""
+        """Cost of the candidates' search, which compares each query with each document in fp32."""
         queries, documents = self._rows_of("query"), self._rows_of("document")
         with_tables = [teacher for teacher in self.teachers if teacher.list_source != "live"]
         width = sum(teacher.shape.dimension for teacher in with_tables if teacher.shape is not None)
         by = self.recipe.candidates.by if self.recipe.candidates is not None else "teachers"
         products = 0.0 if by == "bm25" else queries * documents
-        seconds = products * (2.0 * width + _SELECTED) / cpu_rate(self.cluster)
+        devices = self.cluster.devices if self.recipe.uses_ray else 1
+        seconds = products * (2.0 * width + _SELECTED) / (self.cluster.machine.rate("fp32") * devices)
         note = f"{queries:,.0f} queries, {documents:,.0f} documents{'' if by == 'teachers' else '; BM25 not estimated'}"
-        return PlannedPhase("candidates", seconds, "matrix products on CPUs", note)
+        return PlannedPhase("candidates", seconds, "matrix products", note)
 
     def _scores_candidates(self, number: int) -> bool:
         return self.pairs > 0 and not self.teachers[number].kind.has_vectors

@@ -76,13 +76,6 @@ def _cpu_rate() -> float:
     return 2.0 * math.prod(LARGE) / thread_seconds([product(LARGE)])[0]
 
 
-def cpu_rate(cluster: PlannedCluster) -> float:
-    """Return the FLOP/s of fp32 matrix products on the CPUs of all nodes; a node with GPUs counts as this machine's CPUs."""
-    if cluster.machine.kind == "cpu":
-        return cluster.machine.rate("fp32") * cluster.devices
-    return _cpu_rate() * host.cpus() * cluster.nodes
-
-
 def this_machine(threads: int) -> Machine:
     """Return this machine's device for a worker of `threads` threads: its GPU, or its CPU with a timed rate."""
     from distcse.devices.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, local_speed

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distcse.devices.device import default_device
 from distcse.events import Reporter
 from distcse.recipe import CandidatesSection
 from distcse.storage import ArtifactStore, content_key
@@ -181,13 +182,15 @@ class CandidateSearch:
         """Return the (n, k) places of the nearest documents of (n, D) queries, the nearest first."""
         places = np.empty((len(queries), 0), dtype=np.int64)
         scores = np.empty((len(queries), 0), dtype=np.float32)
+        device = default_device()
+        sought = torch.from_numpy(queries).to(device)
         for begin in range(0, len(self.documents), BLOCK_DOCUMENTS):
             part = self.documents[begin : begin + BLOCK_DOCUMENTS]
-            products = queries @ self._vectors(part).T
+            products = sought @ torch.from_numpy(self._vectors(part)).to(device).T
             # A tenth of the time of numpy's argpartition, which takes several times as long as the products.
-            kept = torch.from_numpy(products).topk(min(count, len(part)), dim=1, sorted=False)
-            places = np.concatenate([places, begin + kept.indices.numpy()], axis=1)
-            scores = np.concatenate([scores, kept.values.numpy()], axis=1)
+            kept = products.topk(min(count, len(part)), dim=1, sorted=False)
+            places = np.concatenate([places, begin + kept.indices.cpu().numpy()], axis=1)
+            scores = np.concatenate([scores, kept.values.cpu().numpy()], axis=1)
             # Ties are in the order of the documents.
             best = np.lexsort((places, -scores), axis=1)[:, :count]
             places, scores = np.take_along_axis(places, best, axis=1), np.take_along_axis(scores, best, axis=1)

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import prepare_candidates, prepare_tables, read_corpus
 from distcse.runs.distillation.experiment import Distillation
-from distcse.storage import content_key
+from distcse.storage import content_key, open_store
 from distcse.teachers import candidate_scores as scores_module
 from distcse.teachers import candidates as candidates_module
 from distcse.teachers.candidate_scores import ScoredCandidates
@@ -40,6 +41,7 @@ from distcse.teachers.candidates import Candidates, CandidateSearch
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import CandidateSampler, Corpus
 from tests.failures import fails_with
+from tests.gpusim import simulated
 
 WORDS = [
     "red",
@@ -123,6 +125,15 @@ def test_each_query_has_its_nearest_documents_by_all_teachers_and_others_at_rand
         assert set(stored.ids[row, 6:].tolist()) <= set(documents.tolist()) - set(expected.tolist())
         of_row = mean[row, stored.ids[row] - documents[0]]
         np.testing.assert_allclose(stored.scores[row], of_row, atol=1e-5)
+
+
+def test_a_gpu_finds_the_same_candidates(recipe: Recipe, tmp_path: Path) -> None:
+    _, _, search = found(recipe)
+    on_gpu = replace(search, cache=open_store(tmp_path / "gpu"))
+    with simulated() as gpu, gpu.counting():
+        on_gpu.write_block(0, Reporter())
+        assert gpu.waits
+    np.testing.assert_array_equal(on_gpu.open().ids, search.open().ids)
 
 
 def found_by(recipe: Recipe, by: str, **others: int) -> tuple[Corpus, CandidateSearch, Candidates]:

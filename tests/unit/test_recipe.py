@@ -98,6 +98,7 @@ OTHERS = {
         "search",
         "search-family",
         "search-three-teachers",
+        "search-reranker",
         "trans-encoder-mutual-base-large",
     ),
     *("trans-encoder-bert-base-sickr", "trans-encoder-mutual-base-sickr"),

@@ -376,15 +376,16 @@ def _find_candidates(recipe: Recipe, wanted: CandidateSearch, backend: Backend, 
         start_stage(reporter, CANDIDATES, total)
         with _lease(wanted.store, reporter, "looks for the same candidates"):
             found = wanted.missing_blocks()  # fewer if another run found some during the wait
-            options = student_needs(recipe).options(uses_gpu=False)
+            needs = student_needs(recipe)
             if wanted.lacks_index:
                 memory = _MEMORY + _INDEXED_BYTES * len(wanted.documents)
-                backend.run_on_devices([DeviceCall("BM25 index", wanted.write_index, memory)], options, reporter)
+                call = DeviceCall("BM25 index", wanted.write_index, memory)
+                backend.run_on_devices([call], needs.options(uses_gpu=False), reporter)
             calls = [
                 DeviceCall(f"candidates of block {number}", partial(wanted.write_block, number), _SEARCH_MEMORY)
                 for number in found
             ]
-            backend.run_on_devices(calls, options, reporter)
+            backend.run_on_devices(calls, needs.options(), reporter)
     new, each = sum(len(wanted.blocks[number]) for number in found), wanted.section.per_query
     note = f"{each} for each of {total:,} queries, {total - new:,} reused"
     report_finished(reporter, CANDIDATES, new, note, total - new)
