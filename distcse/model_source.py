@@ -96,7 +96,8 @@ def _in_package(name: str) -> Path:
     except LookupError as error:
         raise ModelNotFoundError(f"{name}: {error.args[0]}") from None
     if not os.path.isdir(folder):
-        raise ModelNotFoundError(f"{name}: there is no folder {folder}")
+        package, _, inside = name.removeprefix(PACKAGE).partition("/")
+        raise ModelNotFoundError(f"{name}: package {package!r} has no folder {inside!r}")
     return folder
 
 

@@ -90,38 +90,33 @@ def test_runs_use_every_shortcut(
     assert set(calls) == set(SHORTCUTS) - {"choice of packing"}
 
 
-@needs_kernels
-@pytest.mark.parametrize("kind", ["bert", "distilbert", "mpnet"])
-def test_a_frozen_models_layout_changes_no_vector(
-    kind: str, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(IS_FASTER, lambda precision: True)
-    plain = Encoder.load(tiny(kind), pooling="mean").eval()
-    converted = copy.deepcopy(plain)
-    use_mkldnn_linear(converted)
-    assert has_linear(plain) and not has_linear(converted)
-    expected = plain.encode(sentences[:50])
-    np.testing.assert_allclose(converted.encode(sentences[:50]), expected, atol=2e-6)
-    if kind == "bert":
-        references = np.random.default_rng(0).normal(size=(50, 32)).astype(np.float32)
-        fast, slow = rank_space(references, "sort", "cpu"), RankSpace(references)
-        np.testing.assert_allclose(fast.similarities(expected), slow.similarities(expected), atol=1e-3)
-
-
 def has_linear(model: nn.Module) -> bool:
     return any(type(part) is nn.Linear for part in model.modules())
 
 
 @needs_kernels
-def test_a_frozen_cross_encoders_layout_changes_no_score(
-    tiny_cross: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "mpnet", "a cross-encoder"])
+def test_a_frozen_models_layout_changes_no_vector_and_no_score(
+    kind: str, tiny: Callable[..., Path], tiny_cross: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(IS_FASTER, lambda precision: True)
-    plain = CrossEncoder.load(tiny_cross)
+    is_cross = kind == "a cross-encoder"
+    plain = CrossEncoder.load(tiny_cross) if is_cross else Encoder.load(tiny(kind), pooling="mean").eval()
+    with torch.no_grad():
+        for weight in plain.parameters():
+            weight.add_(0.02)  # a new model's biases are 0
     converted, pairs = copy.deepcopy(plain), list(zip(sentences[:20], sentences[20:40], strict=True))
     use_mkldnn_linear(converted)
     assert has_linear(plain) and not has_linear(converted)
-    np.testing.assert_allclose(converted.score(pairs), plain.score(pairs), atol=1e-6)
+    found, expected = (
+        each.score(pairs) if isinstance(each, CrossEncoder) else each.encode(sentences[:50])
+        for each in (converted, plain)
+    )
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    if kind == "bert":
+        references = np.random.default_rng(0).normal(size=(50, 32)).astype(np.float32)
+        fast, slow = rank_space(references, "sort", "cpu"), RankSpace(references)
+        np.testing.assert_allclose(fast.similarities(expected), slow.similarities(expected), atol=1e-3)
 
 
 def test_slow_and_unsupported_kernels_are_not_used(
@@ -239,18 +234,10 @@ def assert_equal(encoder: Encoder, ids: Tensor, mask: Tensor, index: Tensor | No
     assert difference <= 5e-6 * torch.cat([b.flatten() for b in expected]).norm()
 
 
-def test_a_backbone_without_a_list_of_layers_computes_the_full_last_layer(tmp_path: Path) -> None:
-    """ALBERT, which repeats one layer."""
-    encoder = Encoder(backbone_of("albert", embedding_size=8), MaskTokenizer(), "cls", 11).eval()
-    assert not can_stop_at_one(encoder.backbone)
-    ids = torch.arange(4, 15).expand(2, 11)
-    with torch.no_grad():
-        hidden = encoder.backbone(ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-        torch.testing.assert_close(encoder(ids, torch.ones_like(ids)), hidden[:, 0])
-
-
 @pytest.mark.parametrize(("family", "attention"), BACKBONES)
-def test_loss_and_gradient_equal_those_of_a_full_layer(family: str, attention: str) -> None:
+def test_a_last_layer_for_one_token_and_a_prepared_mask_equal_those_of_transformers(
+    family: str, attention: str
+) -> None:
     no_dropout = {"dropout": 0.0, "attention_dropout": 0.0}
     if family != "distilbert":
         no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -260,6 +247,11 @@ def test_loss_and_gradient_equal_those_of_a_full_layer(family: str, attention: s
     encoder.backbone.register_forward_hook(lambda _, inputs, output: rows.append(tuple(output.last_hidden_state.shape)))
     assert_equal(encoder, *batch())
     assert rows[0] == (6, 1, 32) and rows[1] == (6, 11, 32)
+    every, (ids, mask) = Encoder(encoder.backbone, MaskTokenizer(), "mean", 11).eval(), batch()
+    with NumbersRead() as read, torch.no_grad():
+        output = every(ids, mask)
+    torch.testing.assert_close(output, plain_vectors(every, ids, mask), atol=1e-6, rtol=1e-5)
+    assert not read.names
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -274,6 +266,7 @@ def test_other_poolings_and_layers_use_the_plain_forward_pass() -> None:
     for encoder in (
         Encoder(backbone_of("bert"), MaskTokenizer(), "mean", 11),
         Encoder(backbone_of("deberta-v2", relative_attention=True), MaskTokenizer(), "cls", 11),
+        Encoder(backbone_of("albert", embedding_size=8), MaskTokenizer(), "cls", 11),  # repeats one layer
     ):
         encoder.backbone.register_forward_hook(
             lambda _, inputs, output: passed.append(output.last_hidden_state.shape[1])
@@ -320,16 +313,6 @@ def test_a_cross_encoder_has_the_scores_of_the_plain_forward_pass(
     assert shapes == [11 if kind == "modernbert" else 1, 11]  # its layers use the plain forward pass
 
 
-@pytest.mark.parametrize(("family", "attention"), BACKBONES)
-def test_a_prepared_mask_hides_the_same_tokens_as_transformers_mask(family: str, attention: str) -> None:
-    encoder = Encoder(backbone_of(family, attention), MaskTokenizer(), "mean", 11).eval()
-    ids, mask = batch()
-    with NumbersRead() as read, torch.no_grad():
-        output = encoder(ids, mask)
-    torch.testing.assert_close(output, plain_vectors(encoder, ids, mask), atol=1e-6, rtol=1e-5)
-    assert not read.names
-
-
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize(
     ("family", "pooling"),
@@ -366,7 +349,8 @@ def test_full_batches_fused_attention_and_unknown_layers_are_not_packed() -> Non
 
 
 @pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.float32), (0.5, torch.bfloat16), (0.9, torch.float32)])
-def test_a_fraction_p_is_zero_and_the_mean_is_kept(p: float, dtype: torch.dtype) -> None:
+def test_a_fraction_p_is_dropped_independently_and_the_mean_is_kept(p: float, dtype: torch.dtype) -> None:
+    """Independent are also neighbors, rows and columns, and values whose random numbers share a draw."""
     torch.manual_seed(0)
     values = torch.ones(1001, 999, dtype=dtype)
     found = dropout(values, p, True)
@@ -374,18 +358,12 @@ def test_a_fraction_p_is_zero_and_the_mean_is_kept(p: float, dtype: torch.dtype)
     (scale,) = found[found != 0].unique().tolist()
     assert abs(1 - p - (found != 0).float().mean().item()) < 2e-3  # four standard deviations
     assert scale == pytest.approx(1 / (1 - p), rel=1e-4 if dtype == torch.float32 else 4e-3)
+    flat = (found == 0).float().flatten() - p
+    for lag in (1, 2, 3, 4, 5, 999):
+        assert abs((flat[lag:] * flat[:-lag]).mean().item()) < 5 * p * (1 - p) / 999, lag  # five standard deviations
 
 
-def test_dropped_values_are_independent() -> None:
-    """Also those of neighbors, rows and columns, and those whose random numbers share a draw."""
-    torch.manual_seed(0)
-    dropped = (dropout(torch.ones(1000, 1000), 0.5, True) == 0).float() - 0.5
-    for lag in (1, 2, 3, 4, 5, 1000):
-        flat = dropped.flatten()
-        assert abs((flat[lag:] * flat[:-lag]).mean().item()) < 1.2e-3, lag  # five standard deviations, 5 · 1/4 · 1/√n
-
-
-def test_dropout_is_reproducible_by_seed_and_masks_the_gradient() -> None:
+def test_dropout_follows_the_seed_masks_the_gradient_and_is_for_training() -> None:
     values = torch.randn(7, 5, requires_grad=True)
     torch.manual_seed(3)
     first = dropout(values, 0.3, True)
@@ -395,12 +373,8 @@ def test_dropout_is_reproducible_by_seed_and_masks_the_gradient() -> None:
     first.sum().backward()
     assert values.grad is not None
     torch.testing.assert_close(values.grad * values.detach(), first.detach())
-
-
-def test_without_training_or_with_p_0_nothing_is_dropped() -> None:
-    values = torch.randn(4, 3)
     assert torch.equal(dropout(values, 0.5, False), values) and torch.equal(dropout(values, 0.0, True), values)
-    assert torch.isfinite(dropout(values, 1 - 1e-9, True)).all() and dropout(values[:0], 0.5, True).shape == (0, 3)
+    assert torch.isfinite(dropout(values, 1 - 1e-9, True)).all() and dropout(values[:0], 0.5, True).shape == (0, 5)
 
 
 def test_only_the_dropout_layers_of_a_model_are_replaced() -> None:

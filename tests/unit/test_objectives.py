@@ -73,10 +73,19 @@ def test_cosines_have_full_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(views.reverse, views.similarities.T, atol=1e-6, rtol=0)
 
 
+class Projected(nn.Module):
+    """A custom term with a matrix product, which autocast would round."""
+
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        return (views.z1 @ views.z2.T).sum()
+
+
 @pytest.mark.parametrize("computed_before", [False, True])
-def test_autocast_does_not_change_losses(computed_before: bool) -> None:
+@pytest.mark.parametrize(
+    "objective", [build_objective(ObjectiveSection()), Objective({"own": Projected()}, {"own": 1.0})]
+)
+def test_autocast_does_not_change_losses(objective: Objective, computed_before: bool) -> None:
     z1, z2, lists = (seeded(6, width, seed=width, dtype=torch.float32) for width in (5, 5, 6))
-    objective = build_objective(ObjectiveSection())
     plain, _ = objective(gather_views(z1, z2), TeacherOutputs(lists))
     with torch.autocast("cpu", torch.bfloat16):
         views = gather_views(z1, z2)
@@ -86,21 +95,6 @@ def test_autocast_does_not_change_losses(computed_before: bool) -> None:
         mixed = mix_lists(torch.stack([lists, -lists]), [1, 2])
     assert torch.equal(plain, cast)
     assert torch.equal(mixed, mix_lists(torch.stack([lists, -lists]), [1, 2]))
-
-
-class Projected(nn.Module):
-    """A custom term with a matrix product, which autocast would round."""
-
-    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
-        return (views.z1 @ views.z2.T).sum()
-
-
-def test_no_term_runs_under_autocast() -> None:
-    views = gather_views(*(seeded(6, 5, seed=seed, dtype=torch.float32) for seed in (0, 1)))
-    objective = Objective({"projected": Projected()}, {"projected": 1.0})
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = objective(views)
-    assert loss.dtype == torch.float32 and torch.equal(loss, (views.z1 @ views.z2.T).sum())
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -174,24 +168,16 @@ def test_terms_are_weighted() -> None:
     torch.testing.assert_close(parts["loss"], expected)
 
 
-def test_mix_is_weighted_and_scale_free() -> None:
+def test_lists_are_mixed_by_weight_and_needed_by_terms_with_a_weight() -> None:
     lists = torch.stack([torch.zeros(2, 3), torch.ones(2, 3)])
-    torch.testing.assert_close(mix_lists(lists, [1, 3]), torch.full((2, 3), 0.75))
-    torch.testing.assert_close(mix_lists(lists, [10, 30]), mix_lists(lists, [1, 3]))
+    for weights in ([1, 3], [10, 30]):
+        torch.testing.assert_close(mix_lists(lists, weights), torch.full((2, 3), 0.75))
     with pytest.raises(ValueError, match=r"2 lists .* 1 weights"):
         mix_lists(lists, [1])
-
-
-def test_rank_terms_require_lists_of_the_views_shape() -> None:
     objective, batch = build_objective(ObjectiveSection()), gather_views(torch.randn(3, 4), torch.randn(3, 4))
     with pytest.raises(ValueError, match=r"lists of shape \(3, 3\)"):
         objective(batch, None)
     with pytest.raises(ValueError, match=r"\(3, 4\).*\(3, 3\)"):
         objective(batch, TeacherOutputs(torch.zeros(3, 4)))
-
-
-def test_terms_of_weight_zero_are_not_computed() -> None:
-    objective = build_objective(ObjectiveSection.model_validate({"rank": {"gamma": 0.0}}))
-    assert not objective.needs_lists
-    _, parts = objective(gather_views(torch.randn(3, 4), torch.randn(3, 4)))
-    assert "rank" not in parts
+    without = build_objective(ObjectiveSection.model_validate({"rank": {"gamma": 0.0}}))
+    assert not without.needs_lists and "rank" not in without(batch)[1]

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,14 @@ def codes(warnings: list[SettingsWarning]) -> list[str]:
     return [warning.code for warning in warnings]
 
 
+def reported(code: str, work: Callable[[Reporter], object]) -> list[str]:
+    """Return the warnings of a kind, such as `W10`, that work reports."""
+    events: list[Event] = []
+    work(Reporter(events.append))
+    texts = [event.text for event in events if isinstance(event, LogMessage) and event.warning]
+    return [text for text in texts if text.startswith(f"[DCSE-{code}")]
+
+
 @pytest.fixture
 def recipe(tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]) -> Recipe:
     """Return a recipe to which all warnings from before the training apply, once its teachers have embedded the corpus."""
@@ -90,14 +99,11 @@ def narrow(table: EmbeddingTable) -> None:
 def test_a_dry_run_reports_the_warnings_of_a_run_and_plan_and_doctor_those_without_text(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def reported(work: Callable[[Reporter], object]) -> list[str]:
-        events: list[Event] = []
-        work(Reporter(events.append))
-        found = [e.text for e in events if isinstance(e, LogMessage) and e.warning and "[DCSE-W" in e.text]
-        return [line for line in found if "DCSE-W11" not in line]  # of two steps' curve
+    def lines(work: Callable[[Reporter], object]) -> list[str]:
+        return [line for line in reported("W", work) if "DCSE-W11" not in line]  # of two steps' curve
 
     backend, experiment = LocalBackend(), Distillation(recipe)
-    first = reported(lambda reporter: experiment.run(backend, reporter))
+    first = lines(lambda reporter: experiment.run(backend, reporter))
     assert [line[6:9] for line in first] == ["W03", "W03", "W09", "W01", "W04", "W05", "W06"]
     (directory,) = (
         folder
@@ -108,9 +114,9 @@ def test_a_dry_run_reports_the_warnings_of_a_run_and_plan_and_doctor_those_witho
     table = EmbeddingTable(open_store(directory), TableIdentity(**json.loads((directory / "table.json").read_text())))
     narrow(table)
     (directory / "statistics.json").unlink()
-    dry = reported(lambda reporter: experiment.check(backend, reporter))
+    dry = lines(lambda reporter: experiment.check(backend, reporter))
     assert not (directory / "statistics.json").exists()
-    run = reported(lambda reporter: experiment.run(backend, reporter))
+    run = lines(lambda reporter: experiment.run(backend, reporter))
     assert (directory / "statistics.json").exists()
     assert dry == run and [line[1:9] for line in run] == [*(line[1:9] for line in first), "DCSE-W02"]
     file = tmp_path / "all.yaml"
@@ -132,15 +138,10 @@ def test_text_that_tokenizers_do_not_know_is_warned_of(tiny: Callable[..., Path]
     backend, models = LocalBackend(), {"a": str(tiny("bert")), "b": str(tiny("roberta"))}
     texts, options = tmp_path / "corpus.txt", LoadOptions(pooling="mean", max_length=16)
 
-    def reported(work: Callable[[Reporter], object]) -> list[str]:
-        events: list[Event] = []
-        work(Reporter(events.append))
-        return [event.text for event in events if isinstance(event, LogMessage) and "DCSE-W10" in event.text]
-
-    student, teacher = reported(lambda reporter: Distillation(recipe).check(backend, reporter))
+    student, teacher = reported("W10", lambda reporter: Distillation(recipe).check(backend, reporter))
     assert "100% of the text's tokens" in student and "of student," in student and "of teacher 0," in teacher
-    assert reported(lambda reporter: embed_corpus(recipe, backend, reporter)) == [teacher]
-    (line,) = reported(lambda r: measure(models, texts=texts, load_options=options, dry_run=True, listen=r.emit))
+    assert reported("W10", lambda reporter: embed_corpus(recipe, backend, reporter)) == [teacher]
+    (line,) = reported("W10", lambda r: measure(models, texts=texts, load_options=options, dry_run=True, listen=r.emit))
     assert "of a, which" in line
 
 
@@ -215,16 +216,16 @@ def test_an_evaluation_without_the_prompt_that_a_folder_names_is_warned_of(
     Encoder.load(theirs, pooling="mean").save(tmp_path / "ours")  # which reads texts as it was trained
     (tmp_path / "texts.txt").write_text("\n".join(sentences[:20]))
 
-    def reported(prompt: str = "") -> list[str]:
-        events: list[Event] = []
-        options = LoadOptions(pooling="mean", prompt=prompt)
-        models = [str(theirs), str(tmp_path / "ours")]
-        measure(models, texts=tmp_path / "texts.txt", load_options=options, dry_run=True, listen=events.append)
-        return [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W04]" in event.text]
+    def warned(prompt: str) -> list[str]:
+        models, options = [str(theirs), str(tmp_path / "ours")], LoadOptions(pooling="mean", prompt=prompt)
+        texts = tmp_path / "texts.txt"
+        return reported(
+            "W04", lambda r: measure(models, texts=texts, load_options=options, dry_run=True, listen=r.emit)
+        )
 
-    (line,) = reported()
+    (line,) = warned("")
     assert "theirs reads texts without a prompt" in line and "--prompt theirs='query: '" in line
-    assert not reported(prompt="query: ")
+    assert not warned("query: ")
 
 
 def test_groups_of_a_mutual_distillation_are_warned_of(
@@ -266,12 +267,11 @@ def test_a_setting_that_nothing_reads_is_warned_of(
     assert len(found) == 1 and found[0].startswith(warning.replace("*", "is set and has no effect:"))
 
 
-def test_a_cross_encoder_reads_no_pooling(recipe_with: Callable[..., Recipe], tiny_cross: Path) -> None:
+def test_a_cross_encoder_reads_no_pooling_and_packaged_recipes_have_no_setting_that_nothing_reads(
+    recipe_with: Callable[..., Recipe], tiny_cross: Path
+) -> None:
     recipe = recipe_with(f"teachers.encoders.1.backbone={tiny_cross}")
     assert "teachers.encoders.1.pooling" in experiment_of(recipe).unread_keys()
-
-
-def test_no_packaged_recipe_has_a_setting_that_nothing_reads() -> None:
     for name in packaged_recipes():
         recipe = read_recipe(name, ["evaluation.data=data"])
         assert settings_without_effect(recipe, unread_keys(recipe)) == [], name
@@ -441,48 +441,46 @@ def test_a_sweep_lowers_the_defaults_once_and_a_resumed_one_keeps_them(
     assert fit_to_corpus(resumed, 40, Reporter()) == resumed
 
 
-@pytest.mark.parametrize(
-    ("steps", "max_steps", "fix"),
-    [
-        (99, None, "training.epochs=5, or give more text"),
-        (12, 12, "training.max_steps=null, and if needed training.epochs=5"),
-        (99, 200, "write training.epochs=5"),
-    ],
-)
-def test_a_short_run_is_warned_of_with_the_epochs_that_it_needs(steps: int, max_steps: int | None, fix: str) -> None:
-    (warning,) = warn_of_few_steps(steps, 22, max_steps)
-    assert warning.code == "DCSE-W05" and fix in warning.fix and f"{steps} steps" in warning.problem
-    assert not warn_of_few_steps(100, 22, max_steps)
-
-
-def test_a_text_that_is_cut_more_often_than_any_measured_one_is_warned_of() -> None:
-    assert not warn_of_cut_rows(0.37, 32)
-    (warning,) = warn_of_cut_rows(0.62, 32)
-    assert warning.code == "DCSE-W06" and "62% of the rows" in warning.problem and "student.max_length" in warning.fix
-
-
 RISING = [(0, 40.0), (50, 84.0), (100, 87.0), (150, 88.6), (152, 88.6)]
+START = (0, 46.64)
 
 
 @pytest.mark.parametrize(
-    ("scores", "training", "code", "words"),
+    ("warn", "arguments", "code", "words"),
     [
-        (RISING, TrainingSection(epochs=1.5), "W07", "by 1.60 from step 100 to 152 … training.epochs=3"),
-        (RISING, TrainingSection(max_steps=152), "W07", "training.max_steps=304"),
-        ([*RISING[:3], (150, 87.2), (152, 87.2)], TrainingSection(), "", "within the noise between seeds"),
-        ([*RISING[:2], (100, 89.0), (150, 88.6), (152, 88.6)], TrainingSection(), "", "falls"),
-        ([(0, 40.0), (152, 88.6)], TrainingSection(), "", "nothing to compare the end with"),
-        ([], TrainingSection(), "", ""),
-        ([(0, 46.64), (5, 0.45), (25, -1.09)], TrainingSection(lr=0.06), "W11", "46.64 … training.lr (0.02)"),
-        ([(0, 46.64), (5, 46.64)], TrainingSection(lr=0.06), "W11", "46.64"),  # the start wins a tie
-        ([(0, 46.64), (5, 47.0), (25, -1.09)], TrainingSection(), "", "has gained"),
-        ([(0, 46.64)], TrainingSection(), "", "has not been trained"),
+        (warn_of_few_steps, (99, 22, None), "W05", "99 steps … training.epochs=5, or give more text"),
+        (warn_of_few_steps, (12, 22, 12), "W05", "training.max_steps=null, and if needed training.epochs=5"),
+        (warn_of_few_steps, (99, 22, 200), "W05", "write training.epochs=5"),
+        (warn_of_few_steps, (100, 22, 12), "", ""),
+        (warn_of_cut_rows, (0.62, 32), "W06", "62% of the rows … student.max_length"),
+        (warn_of_cut_rows, (0.37, 32), "", "as many as in runs that were measured"),
+        (
+            warn_of_curve,
+            (RISING, 152, TrainingSection(epochs=1.5)),
+            "W07",
+            "1.60 from step 100 to 152 … training.epochs=3",
+        ),
+        (warn_of_curve, (RISING, 152, TrainingSection(max_steps=152)), "W07", "training.max_steps=304"),
+        (warn_of_curve, ([*RISING[:3], (152, 87.2)], 152, TrainingSection()), "", "within the noise between seeds"),
+        (warn_of_curve, ([*RISING[:2], (100, 89.0), (152, 88.6)], 152, TrainingSection()), "", "falls"),
+        (
+            warn_of_curve,
+            ([*RISING[:3], (110, 89.0), (114, 87.0), (152, 88.6)], 152, TrainingSection()),
+            "",
+            "was higher",
+        ),
+        (warn_of_curve, ([(0, 40.0), (152, 88.6)], 152, TrainingSection()), "", "nothing to compare the end with"),
+        (warn_of_curve, ([], 152, TrainingSection()), "", ""),
+        (warn_of_curve, ([START, (5, 0.45), (25, -1.09)], 152, TrainingSection(lr=0.06)), "W11", "46.64 … .lr (0.02)"),
+        (warn_of_curve, ([START, (5, 46.64)], 152, TrainingSection()), "W11", "46.64"),  # the start wins a tie
+        (warn_of_curve, ([START, (5, 47.0), (25, -1.09)], 152, TrainingSection()), "", "has gained"),
+        (warn_of_curve, ([START], 152, TrainingSection()), "", "has not been trained"),
     ],
 )
-def test_a_dev_score_that_rises_at_the_end_or_never_is_warned_of(
-    scores: list[tuple[int, float]], training: TrainingSection, code: str, words: str
+def test_few_steps_cut_rows_and_curves_are_warned_of(
+    warn: Callable[..., list[SettingsWarning]], arguments: tuple[Any, ...], code: str, words: str
 ) -> None:
-    found = warn_of_curve(scores, 152, training)
+    found = warn(*arguments)
     assert codes(found) == ([f"DCSE-{code}"] if code else [])
     for warning in found:
         assert all(part in warning.text for part in words.split(" … "))
