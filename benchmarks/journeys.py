@@ -1,8 +1,8 @@
 """Run each command of the pages in docs/tutorials again and replace the recorded output with the new one.
 
 A page is text with blocks of ```console in it. In a block, a line that begins with `$ ` is typed into one bash, in a new folder
-in which `data` is the folder of labelled sets. What follows, up to the next such line, is what it printed, and `[12 s]` how long
-it took if that is a second or more.
+in which `data` is the folder of labelled sets and `DISTCSE` this clone. What follows, up to the next such line, is what it
+printed, and `[12 s]` how long it took if that is a second or more.
 
     DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/tutorials/research.md
 
@@ -130,6 +130,7 @@ def main() -> None:
     for page in options.pages:
         with tempfile.TemporaryDirectory(prefix="journey") as folder:
             (Path(folder) / "data").symlink_to(data)
+            (Path(folder) / "DISTCSE").symlink_to(Path(__file__).resolve().parents[1])
             shell = Shell(Path(folder))
             try:
                 begun = time.perf_counter()

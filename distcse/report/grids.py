@@ -154,9 +154,9 @@ def _kept_ndcg(evaluation: Evaluation) -> list[str]:
     ndcg, reference = mean_ndcg(evaluation.scores), evaluation.reference("retrieval")
     if ndcg is None or len(ndcg.values) < 2 or not (best_value := ndcg.values.get(reference)):
         return []
-    kept = [f"{model}: {100 * value / best_value:.1f} %" for model, value in ndcg.values.items() if model != reference]
-    best = " (the best teacher)" if "retrieval" in evaluation.references else ""
-    return [f"share of {reference}'s{best} {'mean ' if ndcg.average else ''}nDCG@10: {'; '.join(kept)}"]
+    kept = [f"{model} {100 * value / best_value:.1f} %" for model, value in ndcg.values.items() if model != reference]
+    best = " (the best teacher)" if reference != "teacher" and "retrieval" in evaluation.references else ""
+    return [f"{'mean ' if ndcg.average else ''}nDCG@10 relative to {reference}'s{best}: {'; '.join(kept)}"]
 
 
 def number(measure: str, value: float) -> str:

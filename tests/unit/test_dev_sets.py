@@ -354,17 +354,17 @@ def test_excluded_rows_are_left_out_of_the_corpus(tmp_path: Path) -> None:
 
 def test_dev_and_all_test_sets_are_excluded(labelled: Path, tmp_path: Path) -> None:
     section = CorpusSection(path="x.txt", exclude_evaluation=True)
-    excluded = evaluation_sentences(section, str(labelled), ["from elsewhere"])
+    excluded = evaluation_sentences(section, labelled, ["from elsewhere"])
     assert excluded is not None and excluded.holds("From elsewhere") and not excluded.holds("Xylophone.")
     assert all(map(excluded.holds, labelled_dev(labelled).unique))
     for task in collect(labelled, ["sts", "pairs"], []).tasks:
         assert all(map(excluded.holds, task.sentences()))
-    assert evaluation_sentences(CorpusSection(path="x.txt"), str(labelled)) is None
+    assert evaluation_sentences(CorpusSection(path="x.txt"), labelled) is None
     with fails_with(EvaluationDataError, "corpus.exclude_evaluation", str(tmp_path), "evaluation.data"):
-        evaluation_sentences(section, str(tmp_path))
+        evaluation_sentences(section, tmp_path)
     (tmp_path / "sts" / "stsb").mkdir(parents=True)
     shutil.copy(labelled / "sts" / "stsb" / "dev.tsv.gz", tmp_path / "sts" / "stsb")
-    excluded = evaluation_sentences(section, str(tmp_path))
+    excluded = evaluation_sentences(section, tmp_path)
     assert excluded is not None and all(map(excluded.holds, labelled_dev(labelled).unique))
 
 

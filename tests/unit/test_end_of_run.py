@@ -110,7 +110,7 @@ def test_retrieval_is_compared_with_the_best_teacher(
         shown = capsys.readouterr().out
         assert f"difference from {line.format(best)} and" in shown
         share = 100 * ndcg.values["student"] / ndcg.values[best]
-        assert f"{best}'s (the best teacher) nDCG@10: " in shown and f"student: {share:.1f} %" in shown
+        assert f"relative to {best}'s (the best teacher): " in shown and f"student {share:.1f} %" in shown
 
 
 def test_the_only_teacher_is_not_compared_with_itself(
