@@ -124,7 +124,8 @@ def distill(overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[
     corpus = read_corpus(recipe, Reporter())
     rows = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[0].ids()
     data = Dataset.from_dict({"text": corpus.texts(rows), "label": table.vectors(rows)})
-    model = SentenceTransformer(str(resolve_model(MINILM)), device="cpu")
+    without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = SentenceTransformer(str(resolve_model(MINILM)), device="cpu", config_kwargs=without)
     model.max_seq_length = recipe.student.max_length
     keep_layers(model[0].auto_model, recipe.student.layers)
     trained = folder / "rivals" / f"{rate}-{recipe.seed}"
