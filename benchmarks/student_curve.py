@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from benchmarks.best_small import LOOKS, MEASURED, MINILM, Book, chosen_tasks, corpus, folder_name, measured, regress
 from benchmarks.options import settled
 from distcse.devices.host import MALLOC_ENV
-from distcse.evaluation import Tasks, agreement
+from distcse.evaluation import Tasks, agreement_result
 from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
@@ -165,7 +165,8 @@ def figures(tasks: Tasks, options: argparse.Namespace, row: str, seed: int) -> d
     texts, similarities = held_out(options, seed)
     student, dev, seconds = trained(options, row, seed)
     found = measured(tasks, student, dev, seconds)
-    return {**found, "agreement": agreement(student.encode(texts, normalize=True), similarities)}
+    result = agreement_result(student.encode(texts, normalize=True), similarities)
+    return {**found, "agreement": result.scores["agreement"].value}
 
 
 def held_out(options: argparse.Namespace, seed: int) -> tuple[list[str], NDArray[np.float32]]:

@@ -22,7 +22,7 @@ from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, Re
 from distcse.evaluation.results import NO_LIMITS, Choice, Evaluation, Limits, ModelInfo, Score
 from distcse.evaluation.suites import DEV_SETS, SUITES, CustomSet, DatasetFolder, Tasks, collect, parse_suites
 from distcse.evaluation.tables import read_table, stream_texts
-from distcse.evaluation.tasks.agreement import MIN_TEXTS, HeldOutVectors, TextsTask, agreement, agreement_result
+from distcse.evaluation.tasks.agreement import MIN_TEXTS, HeldOutVectors, TextsTask, agreement_result
 from distcse.evaluation.tasks.pairs import PairClassificationTask
 from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.tasks.sts import ScoredPairs, StsTask, sts_score
@@ -60,7 +60,6 @@ __all__ = [
     "Tasks",
     "TextsTask",
     "VectorModel",
-    "agreement",
     "agreement_result",
     "collect",
     "compare_models",

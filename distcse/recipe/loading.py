@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from distcse.errors import InvalidValueError, RecipeNotFoundError, RecipeSyntaxError, nearest
+from distcse.errors import PATHS_BY_NAME, InvalidValueError, RecipeNotFoundError, RecipeSyntaxError, nearest
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.sweep import Sweep
@@ -333,13 +333,13 @@ def _apply_override(document: Document, override: str, model: type[BaseModel]) -
         node[last] = parsed
 
 
-_SHORT = {"corpus": "corpus.path", "student": "student.backbone", "teacher": "teachers.encoders.0.backbone"}
-"""Paths that a value without keys is for, by what is written for them on a command line."""
+_SHORT = ("corpus", "student", "teacher")
+"""Those of `PATHS_BY_NAME` that an override without keys may write."""
 
 
 def _written_out(path: str, value: str, model: type[BaseModel]) -> str:
     """Return the path of an override such as `corpus=FILE`."""
-    meant = _SHORT.get(path, path)
+    meant = PATHS_BY_NAME[path] if path in _SHORT else path
     if meant.partition(".")[0] not in model.model_fields or value in ("", *_NULLS) or value.startswith("{"):
         return path
     return meant

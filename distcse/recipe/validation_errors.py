@@ -52,7 +52,7 @@ def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, ...]
         section = section_in(place)[1]
         if isinstance(part, int):
             path.append(str(part))
-        elif _is_branch(place, part):
+        elif section is not None and part not in section.model_fields and _has_kinds(place):
             place = section
         elif get_origin(place) is dict:
             path.append(part)
@@ -64,13 +64,9 @@ def _path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[str, ...]
     return tuple(path)
 
 
-def _is_branch(place: Any, part: str) -> bool:
-    """Return whether a part of a place in pydantic's sense names one of several kinds of value, of which one is a section."""
-    kinds = (
-        [kind for kind in get_args(place) if kind is not NoneType] if get_origin(place) in (Union, UnionType) else []
-    )
-    section = section_in(place)[1]
-    return len(kinds) > 1 and section is not None and part not in section.model_fields
+def _has_kinds(place: Any) -> bool:
+    """Return whether a value may be of several kinds, besides null, of which pydantic names one."""
+    return get_origin(place) in (Union, UnionType) and sum(kind is not NoneType for kind in get_args(place)) > 1
 
 
 def _complaint(path: tuple[str, ...], errors: list[ErrorDetails], model: type[BaseModel], prefix: str) -> str:

@@ -21,7 +21,7 @@ from distcse.evaluation import (
     ScoredPairs,
     StsTask,
     VectorModel,
-    agreement,
+    agreement_result,
     bootstrap,
     collect,
     sts_score,
@@ -69,6 +69,10 @@ def fixed_vectors(vectors: Mapping[str, Sequence[float]]) -> VectorModel:
 def letters(texts: Any) -> np.ndarray:
     """Encode a text as its counts of the letters a to d."""
     return np.array([[text.count(letter) for letter in "abcd"] for text in texts], dtype=np.float32)
+
+
+def agreement(student: np.ndarray, similarities: np.ndarray) -> float:
+    return agreement_result(student, similarities).scores["agreement"].value
 
 
 def test_agreement_is_the_mean_of_scipys_correlations() -> None:

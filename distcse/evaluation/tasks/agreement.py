@@ -22,16 +22,6 @@ from distcse.recipe import Role
 from distcse.text.readers import read_sentences
 
 
-def agreement(student: NDArray[np.floating], similarities: NDArray[np.floating]) -> float:
-    """Compute the mean Spearman correlation, times 100, between the student's and the teachers' similarity rows.
-
-    Args:
-        student: (n, d) unit vectors of n sentences, n ≥ 3.
-        similarities: (n, n) the teachers' cosines of the same sentences.
-    """
-    return float(100 * agreement_per_sentence(student, similarities).mean())
-
-
 def agreement_per_sentence(student: NDArray[np.floating], similarities: NDArray[np.floating]) -> NDArray[np.float64]:
     """Compute the (n,) Spearman correlations of the student's and the teachers' rows, without the diagonal; n ≥ 3.
 

@@ -211,7 +211,9 @@ class OpenDistillation:
         recipe, directory, backend, reporter = self.prepared.recipe, self.directory, self.backend, self.reporter
         if not train_result.interrupted and not self.is_trial:
             report_warnings(warn_of_curve(train_result.state.scores, train_result.steps, recipe.training), reporter)
-        start = EncoderHandle(partial(initial_student, recipe.student, directory.store))
+        start = self.prepared.initial_encoder  # perhaps loaded already
+        if recipe.student.index_of is not None:
+            start = EncoderHandle(partial(initial_student, recipe.student, directory.store))
         student = EncoderHandle(partial(load_trained, recipe, directory.store))
         final = FinalScores(None, stopped=train_result.interrupted)
         _export(recipe, student, directory, backend, reporter)
