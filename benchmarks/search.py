@@ -20,6 +20,7 @@ import ast
 import gzip
 import json
 import random
+import re
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraine
 from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss
 
 import distcse
-from distcse import LoadOptions, measure, run
+from distcse import LoadOptions, evaluate, run
 from distcse.events import Reporter
 from distcse.model_source import resolve_model
 from distcse.models.student import keep_layers
@@ -72,7 +73,7 @@ def main() -> None:
     for seed in options.seeds:
         for named in options.rows:
             text, _, typed = named.partition(":")
-            overrides = [*texts[text], *filter(None, typed.split(",")), f"seed={seed}"]
+            overrides = [*texts[text], *filter(None, re.split(r",(?=[\w.]+=)", typed)), f"seed={seed}"]
             models[f"{named}, seed {seed}"] = partial(train, overrides, options.folder)
         for named in options.rivals:
             text, _, rate = named.partition(":")
@@ -153,7 +154,7 @@ def distill(overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[
 def ndcg(model: str, retrieval_set: str, folder: Path) -> float:
     """Measure a model's nDCG@10 on a set."""
     options = LoadOptions(max_length=LENGTHS.get(retrieval_set, 128))
-    found = measure({"model": model}, folder / "sets" / retrieval_set, ["retrieval"], load_options=options)
+    found = evaluate({"model": model}, folder / "sets" / retrieval_set, ["retrieval"], load_options=options)
     return round(found.score("retrieval", retrieval_set, "ndcg@10", "model"), 2)
 
 

@@ -2,9 +2,10 @@
 
     import distcse
 
-    run = distcse.run("minilm-3layer", "corpus.path=sentences.txt")      # what `distcse train` does
-    run.encoder().encode(["A sentence."])
-    distcse.measure({"student": run.directory, "teacher": "FOLDER"}, data="data", suites=["sts"])
+    teacher = "sentence-transformers/all-MiniLM-L6-v2"
+    run = distcse.distill(teacher, student=teacher, layers=3, texts=texts)
+    print(run.compare(other_texts))
+    model = run.sentence_transformer()
 
 What is named here is what the package promises (docs/reference/stability.md). Nothing heavy is imported before it is asked for.
 """
@@ -20,13 +21,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 if TYPE_CHECKING:
     from distcse.api import (
-        Measurement,
         Run,
+        Runs,
+        Scores,
         check,
         compare,
+        distill,
         embed,
+        evaluate,
         export,
-        measure,
         plan,
         rank,
         rerun,
@@ -69,17 +72,19 @@ __all__ = [
     "Encoder",
     "FamilyRecipe",
     "LoadOptions",
-    "Measurement",
     "MutualRecipe",
     "RankSpaceEncoder",
     "Recipe",
     "Run",
+    "Runs",
+    "Scores",
     "__version__",
     "check",
     "compare",
+    "distill",
     "embed",
+    "evaluate",
     "export",
-    "measure",
     "packaged_recipes",
     "plan",
     "push",

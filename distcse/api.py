@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 from distcse.checks import require
 from distcse.cluster.backend import choose_backend
@@ -24,18 +25,20 @@ from distcse.evaluation import (
     NO_LIMITS,
     Choice,
     Contamination,
-    Evaluation,
     Limits,
     LoadOptions,
     VectorModel,
     labelled_dev,
     sts_score,
 )
+from distcse.evaluation.results import number_runs
+from distcse.evaluation.suites import SUITES
 from distcse.evaluation.tasks.sts import AGGREGATES
 from distcse.events import Listener, LogMessage, Reporter, StageProgress
 from distcse.models import Encoder, is_cross_encoder, resolve_model
 from distcse.models.onnx import ExportResult, export_encoder, require_onnx
 from distcse.models.st_format import default_pooling
+from distcse.models.student import evenly_spaced_layers
 from distcse.planning.machines import parse_cluster
 from distcse.planning.planner import measure as measure_steps
 from distcse.planning.planner import open_cluster, with_precisions
@@ -43,11 +46,12 @@ from distcse.planning.planner import plan as plan_recipe
 from distcse.planning.text import Estimate
 from distcse.preflight.warnings import report_warnings, warn_of_narrow_bands
 from distcse.rank_space import RankSpaceEncoder, draw_references, is_rank_space
-from distcse.recipe import BaseRecipe, CorpusSection, Recipe, read_recipe
+from distcse.recipe import BaseRecipe, CorpusSection, Recipe, load_recipe, read_recipe, with_values
+from distcse.recipe.objective import CustomLossSection
 from distcse.report.card import write_cards
-from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.history import read_run
 from distcse.report.progress import open_listener
+from distcse.report.scores import Scores as Scores
 from distcse.runs.cluster_fit import gpu_policy
 from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
 from distcse.runs.distillation.corpus import read_corpus
@@ -57,11 +61,18 @@ from distcse.runs.distillation.processes import with_teacher_precisions
 from distcse.runs.experiment import experiment_of
 from distcse.runs.measurement import measure_named_models
 from distcse.runs.reference_run import Compared, ReferenceRun
-from distcse.runs.result import Result
+from distcse.runs.result import ReferenceModel, Result
+from distcse.runs.seeds import merged, seed_recipes
 from distcse.storage import find_model, resolve_path, to_uri
 from distcse.teachers.comparison import TeacherComparison
 from distcse.teachers.comparison import compare as compare_teachers
 from distcse.text import source_rows
+from distcse.text.given import corpus_values
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,29 +120,140 @@ class Run:
         return not self.models or len(self.result.unchanged) < len(self.models)
 
     @property
-    def scores(self) -> Measurement | None:
+    def scores(self) -> Scores | None:
         """Scores of the initial student, the student and the teachers; None if nothing was evaluated."""
-        return None if self.result.evaluation is None else Measurement(self.result.evaluation)
+        return None if self.result.evaluation is None else Scores(self.result.evaluation)
 
     def __repr__(self) -> str:
         return f"<Run {self.directory.name}{', interrupted' if self.interrupted else ''}>"
+
+    def _repr_markdown_(self) -> str:
+        return f"`{self!r}`\n\n{self.scores._repr_markdown_() if self.scores else ''}"
 
     def encoder(self) -> Encoder:
         """Load the student."""
         return Encoder.load(self.model)
 
+    def sentence_transformer(self) -> SentenceTransformer:
+        """Load the student as a `sentence_transformers.SentenceTransformer`."""
+        from sentence_transformers import SentenceTransformer  # optional, and imports for seconds
 
+        return SentenceTransformer(str(self.model))
+
+    def compare(
+        self,
+        data: str | Path | Iterable[str],
+        against: str | Path = "teacher",
+        *,
+        listen: Listener | None = None,
+    ) -> Scores:
+        """Compare the run's models with another one: quality, size and speed.
+
+        Args:
+            data: A folder with labelled sets, of which every suite is measured that it has a folder of; a retrieval set in BEIR's
+                layout; or texts without labels, as a list or a file.
+            against: `teacher`, the model that the run compares its own with; or a run's or a model's folder, or a hub id.
+            listen: As for `run`.
+
+        Raises:
+            ArgumentError: The run has no such reference model.
+            EvaluationError: The data cannot be read.
+        """
+        return _compare({**self.models}, self.result.reference, data, against, listen)
+
+
+@dataclass(frozen=True, repr=False)
+class Runs(Sequence[Run]):
+    """Runs of one recipe with several seeds."""
+
+    by_seed: Mapping[int, Run]
+    directory: Path
+    """Folder of the report with all of them."""
+    reports: Sequence[Path] = ()
+    """Paths of the report pages."""
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Run]: ...
+    def __getitem__(self, index: int | slice) -> Run | Sequence[Run]:
+        return [*self.by_seed.values()][index]
+
+    def __len__(self) -> int:
+        return len(self.by_seed)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a run was stopped early. The same call with the folder's name as `storage.run_id` resumes it."""
+        return any(run.interrupted for run in self)
+
+    @property
+    def improved(self) -> bool:
+        """Whether a model of a run has a better dev score than its start; True without dev scores."""
+        return any(run.improved for run in self)
+
+    @property
+    def scores(self) -> Scores | None:
+        """Scores of all runs, with means and standard deviations; None if nothing was evaluated."""
+        found = {seed: run.result.evaluation for seed, run in self.by_seed.items() if run.result.evaluation is not None}
+        return Scores(merged(found)) if found else None
+
+    def __repr__(self) -> str:
+        return f"<Runs {self.directory.name}: seeds {', '.join(map(str, self.by_seed))}>"
+
+    def _repr_markdown_(self) -> str:
+        return f"`{self!r}`\n\n{self.scores._repr_markdown_() if self.scores else ''}"
+
+    def compare(
+        self,
+        data: str | Path | Iterable[str],
+        against: str | Path = "teacher",
+        *,
+        listen: Listener | None = None,
+    ) -> Scores:
+        """Compare the models of all runs with another one; see `Run.compare`."""
+        return _compare(_models_of({"student": self}), self[0].result.reference, data, against, listen)
+
+
+class _Given(TypedDict, total=False):
+    values: Mapping[str, Any]
+    texts: str | Path | Iterable[str] | None
+    queries: str | Path | Iterable[str] | None
+    documents: str | Path | Iterable[str] | None
+    losses: Mapping[str, Any]
+    listen: Listener | None
+    stop_requested: Callable[[], bool]
+
+
+@overload
+def run(recipe: BaseRecipe | str | Path, *overrides: str, **given: Unpack[_Given]) -> Run: ...
+@overload
+def run(recipe: BaseRecipe | str | Path, *overrides: str, seeds: Sequence[int], **given: Unpack[_Given]) -> Runs: ...
 def run(
     recipe: BaseRecipe | str | Path,
     *overrides: str,
+    values: Mapping[str, Any] = _NOTHING,
+    texts: str | Path | Iterable[str] | None = None,
+    queries: str | Path | Iterable[str] | None = None,
+    documents: str | Path | Iterable[str] | None = None,
+    losses: Mapping[str, Any] = _NOTHING,
+    seeds: Sequence[int] = (),
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> Run:
+) -> Run | Runs:
     """Train from a recipe, as `distcse train` does. With `storage.run_id`, resume the run if it has begun.
 
     Args:
         recipe: A recipe, a packaged one's name, or a YAML file.
         overrides: Values that override the recipe's, as on the command line: "training.lr=2e-5".
+        values: Values that override the recipe's, by path: `{"training.lr": 2e-5}`; some have short names, such as `lr`.
+        texts: The corpus: a list, a `datasets.Dataset` with a column `text` or a single one, a file, or a data set on the hub.
+            What is in memory is written into the cache. Default: the recipe's.
+        queries: In place of `texts`, queries of a search, with `documents`.
+        documents: Documents that the queries find.
+        losses: Further terms of the objective by name: classes or objects of `torch.nn.Module`, called as [your own
+            loss](../how-to/extend.md) is. Workers build an object anew from its attributes that its constructor's arguments name.
+        seeds: Train once with each, and return all runs. Default: `seeds` of the recipe; without any, one run with its `seed`.
         listen: Called with every event; None shows progress on standard error.
         stop_requested: Polled during the run; True ends it with a checkpoint.
 
@@ -140,12 +262,98 @@ def run(
         FrozenKeyError: The run with this `storage.run_id` has begun with other settings.
         DistcseError: The run failed; the message names the fix. Finished work is kept.
     """
-    recipe, begun = _read(recipe, overrides), None
+    own = {f"objective.custom.{name}": CustomLossSection.of(name, loss).model_dump() for name, loss in losses.items()}
+    recipe = _read(recipe, overrides, {**own, **values})
+    if given := corpus_values({"text": texts, "query": queries, "document": documents}, recipe.storage.cache):
+        recipe = with_values(recipe, given)
+    if not (seeds := seeds or recipe.seeds):
+        return _run(recipe, listen, stop_requested)
+    directory, recipes = seed_recipes(recipe, seeds)
+    done: dict[int, Run] = {}
+    for seed, each in recipes.items():
+        done[seed] = _run(each, listen, stop_requested)
+        if done[seed].interrupted:
+            break
+    runs = Runs(done, directory)
+    return runs if runs.scores is None else replace(runs, reports=runs.scores.write(directory))
+
+
+def _run(recipe: BaseRecipe, listen: Listener | None, stop_requested: Callable[[], bool]) -> Run:
+    """Train once."""
+    begun = None
     if recipe.storage.run_id is not None:
         begun, recipe = RunDirectory.reopen_by_id(recipe)
     experiment = experiment_of(recipe)
     with _reporting(listen, stop_requested) as reporter:
         return _finished(experiment.run(choose_backend(recipe), reporter, begun))
+
+
+def distill(
+    teachers: str | Path | Sequence[str | Path | Mapping[str, Any]],
+    student: str | Path,
+    *,
+    layers: int | Sequence[int] | None = None,
+    max_length: int | Mapping[str, int] | None = None,
+    texts: str | Path | Iterable[str] | None = None,
+    queries: str | Path | Iterable[str] | None = None,
+    documents: str | Path | Iterable[str] | None = None,
+    losses: Mapping[str, Any] = _NOTHING,
+    listen: Listener | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+    **values: Any,
+) -> Run:
+    """Distil a small sentence encoder from larger ones, on unlabelled texts.
+
+    The settings are those of the packaged recipe `search` for queries and documents; for other texts those of `best-small` for
+    one teacher, and of `three-teachers` for several.
+
+    Args:
+        teachers: The teachers' folders or hub ids, or settings of `teachers.encoders` such as `{"backbone": …, "prompt": …}`.
+        student: Folder or hub id of the model that the student begins with.
+        layers: How many of its layers to keep, evenly spaced with the last one, or their indices. Default: all.
+        max_length: Tokens of a text that student and teachers read, or tokens by role. Default: the recipe's 64, for search 128.
+        texts: As for `run`.
+        queries: As for `run`.
+        documents: As for `run`.
+        losses: As for `run`.
+        listen: As for `run`.
+        stop_requested: As for `run`.
+        values: Values that override the recipe's, by short names or by path: `epochs=2, lr=1e-3, **{"storage.runs": "runs"}`.
+
+    Raises:
+        ArgumentError: There are no texts, or texts and queries.
+        DistcseError: As for `run`.
+    """
+    if (texts is None) == (queries is None) or (queries is None) != (documents is None):
+        raise ArgumentError("distcse.distill: pass either texts=…, or both queries=… and documents=…")
+    named = [teachers] if isinstance(teachers, str | Path) else teachers
+    recipe = "search" if queries is not None else "best-small" if len(named) == 1 else "three-teachers"
+    length = max_length or load_recipe(recipe).student.max_length
+    encoders = [
+        {"max_length": length, **(each if isinstance(each, Mapping) else {"backbone": str(each)})} for each in named
+    ]
+    folder = resolve_model(find_model(str(student)))
+    pooling = default_pooling(folder, "mean")
+    if isinstance(layers, int):
+        layers = evenly_spaced_layers(Encoder.load(folder, pooling=pooling).backbone, layers)
+    given = {
+        "name": "student",
+        "student.backbone": str(student),
+        "student.layers": None if layers is None else [*layers],
+        "student.pooling": pooling,
+        "student.max_length": length,
+        "teachers.encoders": encoders,
+    }
+    return run(
+        recipe,
+        values={**given, **values},
+        texts=texts,
+        queries=queries,
+        documents=documents,
+        losses=losses,
+        listen=listen,
+        stop_requested=stop_requested,
+    )
 
 
 def resume(
@@ -217,14 +425,16 @@ def check(recipe: BaseRecipe | str | Path, *overrides: str, listen: Listener | N
         experiment_of(recipe).check(choose_backend(recipe), Reporter(emit))
 
 
-def _read(recipe: BaseRecipe | str | Path, overrides: Sequence[str]) -> BaseRecipe:
+def _read(
+    recipe: BaseRecipe | str | Path, overrides: Sequence[str], values: Mapping[str, Any] = _NOTHING
+) -> BaseRecipe:
     if isinstance(recipe, str | Path):
-        return read_recipe(recipe, overrides)
+        return read_recipe(recipe, overrides, values)
     if overrides:
         raise ArgumentError(
             "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
         )
-    return recipe
+    return with_values(recipe, values) if values else recipe
 
 
 @contextmanager
@@ -359,68 +569,37 @@ def plan(
     return estimate._replace(warnings=experiment_of(recipe).settings_warnings(only_local=True))
 
 
-@dataclass(frozen=True, repr=False)
-class Measurement:
-    """Scores of several models; notebooks show them as tables."""
-
-    evaluation: Evaluation
-    choice: Choice | None = None
-    """The best model under the given limits; None without limits."""
-
-    def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
-        """Return one of the scores, such as `score("sts", "STS-B", "all", "student")`.
-
-        Raises:
-            EvaluationResultError: It was not measured.
-        """
-        return self.evaluation.score(suite, dataset, measure, model)
-
-    def write(self, folder: str | Path) -> list[Path]:
-        """Write the pages, evaluation.json, scores.csv and scores.tex into a folder, which is created; return the pages."""
-        from distcse.report.page import write_pages  # imports the plotting library, which takes 0.5 s
-
-        resolve_path(folder).mkdir(parents=True, exist_ok=True)
-        self.evaluation.write(resolve_path(folder))
-        return list(write_pages(self.evaluation, resolve_path(folder)))
-
-    def __repr__(self) -> str:
-        models = ", ".join(model.name for model in self.evaluation.models)
-        return f"<Measurement: {len(self.evaluation.scores)} scores of {models}>"
-
-    def _repr_markdown_(self) -> str:
-        lines: list[str] = []
-        for grid in grids(self.evaluation):
-            lines += [f"**{grid.title}**{f' ({grid.measure})' if grid.measure else ''}", "", *markdown_table(grid), ""]
-        return "\n".join([*lines, *(f"- {line}" for line in legend(self.evaluation))])
-
-
-def measure(
-    models: Mapping[str, str | Path | Encoder] | Sequence[str] | str,
+def evaluate(
+    models: Mapping[str, str | Path | Encoder | Run | Runs | Sequence[str | Path | Encoder | Run]]
+    | Sequence[str]
+    | str,
     data: str | Path | None = None,
     suites: Iterable[str] = ("sts",),
     add: Iterable[str] = (),
     *,
-    texts: str | Path | None = None,
+    texts: str | Path | Sequence[str] | None = None,
     column: str = "text",
     documents: str | None = None,
     ensembles: Iterable[str] = (),
     dimensions: Sequence[int] = (),
     quantize: Sequence[str] = (),
     aggregate: Any = "all",
+    timed: bool = False,
     limits: Limits = NO_LIMITS,
     load_options: LoadOptions | None = None,
     dry_run: bool = False,
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
-) -> Measurement:
+) -> Scores:
     """Evaluate models and compare them with the one called `teacher`, or else the first, as `distcse evaluate` does.
 
     Args:
-        models: Models by name, or as on the command line: ["student=runs/my-run", "teacher=FOLDER"].
+        models: Models by name, or as on the command line: ["student=runs/my-run", "teacher=FOLDER"]. A model is a folder, a hub
+            id, an `Encoder` or a `Run`; of several models of one name, such as the runs of several seeds, tables have the means.
         data: Folder with the published sets.
         suites: Suites to measure on `data`: sts, transfer, pairs, ranking, geometry, retrieval.
         add: Custom sets: "SUITE[:NAME]=PATH".
-        texts: File of texts without labels, on which the models are also compared, and their speed is measured.
+        texts: Texts without labels, or a file of them, on which the models are also compared, and their speed is measured.
         column: Column of the texts, if the file has columns.
         documents: Model to encode the documents; each retrieval set is measured once more with it.
         ensembles: Rows with the mean of several models' similarities: "NAME=MODEL,MODEL" by names in `models`, or "all".
@@ -428,6 +607,7 @@ def measure(
             in all combinations.
         quantize: Measure retrieval again with quantized vectors: "int8", "binary".
         aggregate: STS score over a year's subsets: all, mean or wmean.
+        timed: Measure the models' speed also without `texts`, on the sentences of the first set. Default: False.
         limits: What the model that is chosen at the end may need. Default: no choice.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
         dry_run: Load the models and read the sets; measure nothing, and return no scores. Default: False.
@@ -446,21 +626,65 @@ def measure(
     use_available_cpus()
     with open_listener(listen) as emit:
         evaluation = measure_named_models(
-            models,
+            _models_of(models) if isinstance(models, Mapping) else models,
             None if data is None else Path(data),
             suites,
             add,
-            None if texts is None else (Path(texts), column),
+            (Path(texts), column) if isinstance(texts, str | Path) else texts,
             documents,
             ensembles,
             (dimensions, quantize),
             aggregate,
+            timed,
             limits,
             load_options or LoadOptions(device=default_device()),
             dry_run,
             Reporter(emit, stop_requested),
         )
-    return Measurement(evaluation, Choice.of(evaluation, limits))
+    return Scores(evaluation, Choice.of(evaluation, limits))
+
+
+def _models_of(
+    models: Mapping[str, str | Path | Encoder | Run | Runs | Sequence[str | Path | Encoder | Run]],
+) -> dict[str, str | Path | Encoder]:
+    """Return models by their names in tables."""
+    found: dict[str, str | Path | Encoder] = {}
+    for name, given in models.items():
+        if isinstance(given, Runs):
+            each: Mapping[str, str | Path | Encoder | Run] = {
+                f"{name}, seed {seed}": run for seed, run in given.by_seed.items()
+            }
+        elif isinstance(given, str | Path | Encoder | Run):
+            each = {name: given}
+        else:
+            each = number_runs({name: given})
+        for numbered, source in each.items():
+            parts = source.models if isinstance(source, Run) else {"": source}
+            found |= {numbered if len(parts) == 1 else f"{numbered}, {part}": model for part, model in parts.items()}
+    return found
+
+
+def _compare(
+    models: dict[str, str | Path | Encoder],
+    reference: ReferenceModel | None,
+    data: str | Path | Iterable[str],
+    against: str | Path,
+    listen: Listener | None,
+) -> Scores:
+    """Evaluate a run's models beside another one."""
+    pooling = None
+    if against == "teacher":
+        if reference is None:
+            raise ArgumentError('the run has no teacher with vectors; name a model to compare with: against="FOLDER"')
+        against, pooling = reference.section.backbone, reference.section.pooling
+    given: dict[str, Any] = {"texts": data}
+    if isinstance(data, str | Path) and os.path.isdir(data):
+        suites = [suite for suite in SUITES if (Path(data) / suite).is_dir()]
+        given = {"data": data, "suites": suites} if suites else {"add": [f"retrieval={data}"]}
+    elif not isinstance(data, str | Path):
+        given = {"texts": [*data]}
+    options = LoadOptions(device=default_device(), pooling=pooling)
+    return evaluate({**models, "teacher": against}, **given, timed=True, load_options=options, listen=listen)
 
 
 def rank(

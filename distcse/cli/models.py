@@ -151,7 +151,7 @@ def _evaluate(options: argparse.Namespace) -> int:
             raise EvaluationResultError(f"cannot write to {options.out}: {refused.strerror}") from None
     stop = StopOnSignal("stopping after the current batch; the models measured so far are kept")
     with loading(options) as listen, stop:
-        from distcse.api import measure
+        from distcse.api import evaluate
         from distcse.devices.device import default_device
         from distcse.evaluation import Limits, LoadOptions, parse_models, parse_prompts
         from distcse.report.terminal import choice_as_json, print_evaluation, print_remarks, results_as_json
@@ -161,7 +161,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         prompts = parse_prompts(options.prompt, names)
         typed = {role: getattr(options, f"{role}_prompt") for role in _ROLES}
         limits = Limits(options.max_ms, options.max_mb)
-        measured = measure(
+        measured = evaluate(
             options.models,
             options.data,
             options.suite.split(","),

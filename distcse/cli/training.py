@@ -33,7 +33,7 @@ from distcse.report.progress import print_json, print_lines
 from distcse.storage import open_store, refuse_job_copy, resolve_path, to_uri
 
 if TYPE_CHECKING:
-    from distcse.api import Run
+    from distcse.api import Run, Runs
     from distcse.recipe import BaseRecipe, Recipe, Sweep
     from distcse.tuning.space import Space
     from distcse.tuning.sweep import SweepResult
@@ -59,6 +59,14 @@ def _add_train(commands: Commands) -> None:
         kept="the last checkpoint is kept",
     )
     add_recipe_words(parser, optional=True)
+    parser.add_argument("--corpus", metavar="FILE", help="the unlabelled text, as corpus.path=FILE")
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=_seed,
+        metavar="N",
+        help="train once with each of these seeds; the report has means ± standard deviations",
+    )
     parser.add_argument("--print-recipe", action="store_true", help="print the resolved recipe and stop")
     parser.add_argument(
         "--rerun",
@@ -67,6 +75,12 @@ def _add_train(commands: Commands) -> None:
     )
     add_start_options(parser, "run", "recipe, text, labelled sets, models and cluster")
     add_output_options(parser)
+
+
+def _seed(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is no seed; write --seeds after the recipe and its settings")
+    return int(word)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -92,14 +106,17 @@ def _train(options: argparse.Namespace) -> int:
         return finish(options, [line], "Checked", recipe=options.recipe)
     start = start_ray if recipe is not None and recipe.uses_ray else None
     with loading(options, start) as listen, (stop := StopOnSignal()):
-        from distcse.api import rerun, resume, run
+        from distcse.api import Run, rerun, resume, run
 
         if recipe is not None:
             done = run(recipe, listen=listen, stop_requested=stop.stop_requested)
         else:
             again = resume if options.rerun is None else rerun
             done = again(earlier, *overrides, listen=listen, stop_requested=stop.stop_requested)
-    _print_run(done, options.json)
+    if isinstance(done, Run):
+        _print_run(done, options.json)
+    else:
+        _print_runs(done, options.json)
     return INTERRUPTED if done.interrupted else 0 if done.improved else NO_GAIN
 
 
@@ -110,14 +127,15 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     if options.rerun is None and options.resume is None:
         if options.recipe is None:
             raise ArgumentError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
-        run_id = [] if options.run_id is None else [f"storage.run_id={options.run_id}"]
-        return [*options.overrides, *run_id]
+        typed = {"corpus": options.corpus, "seeds": options.seeds, "storage.run_id": options.run_id}
+        return [*options.overrides, *(f"{path}={value}" for path, value in typed.items() if value is not None)]
     option = "--resume" if options.rerun is None else "--rerun"
     overrides = [*([options.recipe] if options.recipe else []), *options.overrides]
     if overrides and "=" not in overrides[0]:
         raise ArgumentError(f"{option} takes the recipe from the run's folder; take {overrides[0]} away")
-    if options.run_id is not None:
-        raise ArgumentError(f"{option} takes a run's folder; take --run-id away")
+    for name in ("run_id", "seeds", "corpus"):
+        if getattr(options, name) is not None:
+            raise ArgumentError(f"{option} takes a run's folder; take --{name.replace('_', '-')} away")
     if options.rerun is not None and (options.resume is not None or options.print_recipe or options.dry_run):
         raise ArgumentError("--rerun starts over, with the recipe of the run's folder; leave out the other option")
     if options.dry_run and not options.print_recipe:
@@ -155,6 +173,29 @@ def _print_run(done: Run, as_json: bool) -> None:
     if done.compared is not None:
         lines.append(f"weights {done.compared.description}")
     print_lines([*lines, *(f"report  {to_uri(file)}" for file in done.reports), *commands_for(done)])
+
+
+def _print_runs(done: Runs, as_json: bool) -> None:
+    """Print the scores of several seeds' runs, and where the runs are."""
+    from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
+
+    scores = done.scores
+    if as_json:
+        finished = {
+            "event": "Finished",
+            "interrupted": done.interrupted,
+            "runs": {seed: run.uri for seed, run in done.by_seed.items()},
+            "reports": [to_uri(file) for file in done.reports],
+        }
+        print_json([*(results_as_json(scores.evaluation) if scores else []), finished])
+        return
+    if scores is not None:
+        print_remarks(scores.evaluation)
+        print_evaluation(scores.evaluation)
+    lines = ["", *(f"run     seed {seed:<4}  {run.uri}" for seed, run in done.by_seed.items())]
+    if done.interrupted:
+        lines.append(f"resume  the same command with --run-id {done.directory.name}")
+    print_lines([*lines, *(f"report  {to_uri(file)}" for file in done.reports)])
 
 
 def commands_for(done: Run) -> list[str]:

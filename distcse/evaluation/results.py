@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -19,6 +19,8 @@ from distcse.evaluation.suites import PUBLISHED
 from distcse.evaluation.tasks.agreement import TextsTask
 from distcse.evaluation.tasks.retrieval import NDCG
 from distcse.storage import ArtifactStore, open_store
+
+T = TypeVar("T")
 
 _RUN_SUFFIX = re.compile(r", (?:seed|run) \d+")
 
@@ -203,7 +205,7 @@ def has_repeated_runs(evaluation: Evaluation) -> bool:
     return any(len(runs) > 1 for runs in group_runs(about.name for about in evaluation.models).values())
 
 
-def number_runs(sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def number_runs(sources: Mapping[str, Sequence[T]]) -> dict[str, T]:
     """Map names to sources; several sources of one name become its runs, numbered from 1."""
     return {
         f"{name}, run {number}" if len(runs) > 1 else name: source

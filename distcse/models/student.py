@@ -28,6 +28,23 @@ if TYPE_CHECKING:
     from distcse.models.encoder import Encoder
 
 
+def evenly_spaced_layers(backbone: nn.Module, count: int) -> list[int]:
+    """Return the indices of `count` of a backbone's layers; see `evenly_spaced`."""
+    if not 1 <= count <= (depth := depth_of(backbone)):
+        raise EncoderSettingError(f"layers is {count}, but the backbone has {depth} layers; write 1 to {depth}")
+    return evenly_spaced(depth, count, needs_first_layer(backbone))
+
+
+def evenly_spaced(depth: int, count: int, with_first: bool) -> list[int]:
+    """Return the indices of `count` of `depth` layers, evenly spaced with the last one among them.
+
+    `with_first` begins with layer 0, for models whose first layer has other parameters than the rest.
+    """
+    if with_first:
+        return [round(index * (depth - 1) / max(1, count - 1)) for index in range(count)]
+    return [(index + 1) * depth // count - 1 for index in range(count)]
+
+
 def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
     """Keep only the layers at these indices, in place.
 

@@ -45,8 +45,8 @@ class RecipeInputs:
 class BaseRecipe(Section):
     """The settings of one run. Each kind of run has a subclass with its keys, registered with `register_recipe`.
 
-    A subclass has at least the keys `name`, `seed`, `storage` and `loggers`. One that loads encoders has `models` too, and one
-    that lets the user choose GPUs `resources`.
+    A subclass has at least the keys `name`, `seed`, `seeds`, `storage` and `loggers`. One that loads encoders has `models` too,
+    and one that lets the user choose GPUs `resources`.
     """
 
     title: ClassVar[str]
@@ -67,6 +67,7 @@ class BaseRecipe(Section):
     if TYPE_CHECKING:  # at runtime, pydantic would put inherited keys before those of the subclass
         name: str
         seed: int
+        seeds: list[int]
         resources: ResourcesSection
         storage: StorageSection
         loggers: LoggersSection

@@ -36,6 +36,7 @@ DESCRIPTION = (
 _YAML = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*"|!![a-z]+[ /:].*""", re.DOTALL)
 """A value that is YAML also for a text key: in quotes from end to end, or with an explicit type."""
 _NULLS = ("null", "~")
+_NO_VALUES: Mapping[str, Any] = types.MappingProxyType({})
 RECIPES_ARE_LISTED = "`python -m distcse recipe ls` lists the packaged recipes"
 
 
@@ -91,8 +92,10 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def read_recipe(name: str | Path, overrides: Sequence[str] = ()) -> BaseRecipe:
-    """Read a packaged recipe (by name) or a YAML file (by path), apply `key.path=value` overrides, and validate it.
+def read_recipe(name: str | Path, overrides: Sequence[str] = (), values: Mapping[str, Any] = _NO_VALUES) -> BaseRecipe:
+    """Read a packaged recipe (by name) or a YAML file (by path), apply `key.path=value` overrides and `values`, and validate it.
+
+    Values are by path, such as `{"training.lr": 2e-5}`, or by the short names that `distcse.run` takes, such as `{"lr": 2e-5}`.
 
     The keys of the document decide its kind: one with `groups` is a recipe of mutual distillation (see `register_recipe`).
     Relative paths are resolved against the current directory, because a Ray worker has another one.
@@ -100,7 +103,7 @@ def read_recipe(name: str | Path, overrides: Sequence[str] = ()) -> BaseRecipe:
     Raises:
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
-    document, given = _document(str(name), overrides)
+    document, given = _document(str(name), overrides, values)
     return _validated(recipe_class(document), document, str(name)).with_given_keys(given).with_absolute_paths()
 
 
@@ -110,7 +113,7 @@ def read_document(name: str, overrides: Sequence[str] = ()) -> BaseRecipe | Swee
     return read_sweep(name, overrides) if is_space else read_recipe(name, overrides)
 
 
-def _document(name: str, overrides: Sequence[str]) -> tuple[Document, set[tuple[str, str]]]:
+def _document(name: str, overrides: Sequence[str], values: Mapping[str, Any]) -> tuple[Document, set[tuple[str, str]]]:
     """Read a recipe's document and those that it extends, with the overrides and the DeepSpeed files that it names.
 
     Also returns those of `FITTED_KEYS` that an override has, or a file that is not packaged.
@@ -134,8 +137,12 @@ def _document(name: str, overrides: Sequence[str]) -> tuple[Document, set[tuple[
     kind = recipe_class(document)
     for override in overrides:
         _apply_override(document, override, kind)
+    of_values = _with_long_names(values, kind)
+    for path, value in of_values.items():
+        _set(document, path, value, kind)
     _read_in_engine_settings(document)
-    return document, given | _fitted_keys_in(document, [override.partition("=")[0] for override in overrides])
+    paths = [*of_values, *(override.partition("=")[0] for override in overrides)]
+    return document, given | _fitted_keys_in(document, paths)
 
 
 def _fitted_keys_in(document: Document, paths: Sequence[str] | None = None) -> set[tuple[str, str]]:
@@ -156,7 +163,8 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
         InvalidValueError: A path is inside a section that the recipe leaves out.
         RecipeError: A path is no key of this recipe, or a value is invalid.
     """
-    document = recipe.model_dump(mode="json")
+    document, kind = recipe.model_dump(mode="json"), type(recipe)
+    values = _with_long_names(values, kind)
     for path, value in values.items():
         *parents, last = path.split(".")
         node: Any = document
@@ -168,7 +176,7 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
         node[_index_in(node, last, path) if isinstance(node, list) else last] = value
     changes = ", ".join(f"{path}={value}" for path, value in values.items())
     given = recipe.given_keys | _fitted_keys_in(document, list(values))
-    return _validated(type(recipe), document, f"with {changes}").with_given_keys(given)
+    return _validated(kind, document, f"with {changes}").with_given_keys(given)
 
 
 def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = "") -> Sweep:
@@ -315,10 +323,19 @@ def _apply_override(document: Document, override: str, model: type[BaseModel]) -
     path, equals, value = override.partition("=")
     if not equals or not path:
         raise InvalidValueError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
-    if path == "teachers" and path in model.model_fields and isinstance(names := _value(value, path), str | list):
-        document[path] = _with_teachers(document.get(path), [names] if isinstance(names, str) else names)
+    if path == "teachers" and path in model.model_fields:
+        _set(document, path, _value(value, path), model)
         return
-    path = _written_out(path, value, model)
+    if value not in ("", *_NULLS) and not value.startswith("{"):
+        path = _long_name(path, model, _SHORT_IN_OVERRIDES)
+    _set(document, path, _read_value(value, path, model), model)
+
+
+def _set(document: Document, path: str, value: Any, model: type[BaseModel]) -> None:
+    """Set a path's value in the document; `teachers` may be one or several backbones."""
+    if path == "teachers" and isinstance(value, str | list):
+        document[path] = _with_teachers(document.get(path), [value] if isinstance(value, str) else value)
+        return
     *parents, last = path.split(".")
     node: Any = document
     for depth, key in enumerate(parents):
@@ -326,23 +343,25 @@ def _apply_override(document: Document, override: str, model: type[BaseModel]) -
         if isinstance(node, dict) and node.get(key) is None and _accepts_list(model, inside):
             node[key] = []
         node = _enter(node, key, ".".join(inside))
-    parsed = _read_value(value, path, model)
-    if isinstance(node, list):
-        node[_index_in(node, last, path)] = parsed
-    else:
-        node[last] = parsed
+    node[_index_in(node, last, path) if isinstance(node, list) else last] = value
 
 
-_SHORT = ("corpus", "student", "teacher")
-"""Those of `PATHS_BY_NAME` that an override without keys may write."""
+_SHORT_IN_OVERRIDES = {name: PATHS_BY_NAME[name] for name in ("corpus", "student", "teacher")}
+_SHORT_IN_PYTHON = _SHORT_IN_OVERRIDES | {k: path for k, path in PATHS_BY_NAME.items() if path.endswith(f".{k}")}
+"""Paths by the names that keyword arguments may have in place of them, such as `lr` for `training.lr`."""
 
 
-def _written_out(path: str, value: str, model: type[BaseModel]) -> str:
-    """Return the path of an override such as `corpus=FILE`."""
-    meant = PATHS_BY_NAME[path] if path in _SHORT else path
-    if meant.partition(".")[0] not in model.model_fields or value in ("", *_NULLS) or value.startswith("{"):
-        return path
-    return meant
+def _long_name(path: str, model: type[BaseModel], short: Mapping[str, str]) -> str:
+    meant = short.get(path, path)
+    return meant if meant.partition(".")[0] in model.model_fields else path
+
+
+def _with_long_names(values: Mapping[str, Any], model: type[BaseModel]) -> Document:
+    """Return values of Python code by their paths; `student={...}` is the whole section."""
+    return {
+        path if isinstance(value, Mapping) else _long_name(path, model, _SHORT_IN_PYTHON): value
+        for path, value in values.items()
+    }
 
 
 def _with_teachers(section: Any, names: list[Any]) -> Document:
@@ -350,7 +369,8 @@ def _with_teachers(section: Any, names: list[Any]) -> Document:
     section = section if isinstance(section, dict) else {}
     before = section.get("encoders") or []
     settings = [*before, *[{}] * len(names)][: len(names)]
-    return {**section, "encoders": [{**each, "backbone": name} for each, name in zip(settings, names, strict=True)]}
+    changes = [name if isinstance(name, dict) else {"backbone": name} for name in names]
+    return {**section, "encoders": [{**each, **change} for each, change in zip(settings, changes, strict=True)]}
 
 
 def _enter(node: Any, key: str, path: str) -> Any:

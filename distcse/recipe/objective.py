@@ -6,11 +6,13 @@ a loss, see CONTRIBUTING.md. The defaults are RankCSE's common setting (paper, T
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from distcse.errors import ArgumentError
 from distcse.recipe.names import ClassPath, CustomKwarg, HubName, absolute_folder, absolute_location
 from distcse.recipe.section import Name, Section, Weight
 
@@ -257,6 +259,32 @@ class CustomLossSection(LossSection):
     """Weight of the term in the sum."""
     kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
     """Arguments of its constructor."""
+
+    @classmethod
+    def of(cls, name: str, loss: object) -> CustomLossSection:
+        """Describe a loss of Python code: a class, or an object with its constructor's arguments as attributes."""
+        kind = loss if isinstance(loss, type) else type(loss)
+        if "." in kind.__qualname__:
+            raise ArgumentError(
+                f"losses: {name} is of class {kind.__qualname__}, which workers cannot import; define it at the top of a module"
+            )
+        arguments = () if isinstance(loss, type) else inspect.signature(kind).parameters
+        if unknown := [each for each in arguments if not hasattr(loss, each)]:
+            raise ArgumentError(
+                f"losses: {name} is a {kind.__name__} without attribute {unknown[0]!r}, so workers cannot build it again; write "
+                f"self.{unknown[0]} = {unknown[0]} in its constructor, or pass the class"
+            )
+        try:
+            return cls(
+                class_path=f"{kind.__module__}:{kind.__name__}",
+                kwargs={each: getattr(loss, each) for each in arguments},
+            )
+        except ValidationError as invalid:
+            (path, *_) = (".".join(map(str, error["loc"][:2])) for error in invalid.errors())
+            raise ArgumentError(
+                f"losses: {path} of {name} is no number, text or list of these, which a recipe can hold; "
+                "pass such a value, and build what follows from it in the constructor"
+            ) from None
 
     def term(self, tau1: float) -> ClassAndArguments:
         return self.class_path, self.kwargs

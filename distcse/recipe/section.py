@@ -15,6 +15,16 @@ FrozenPrecision = Literal["auto", "fp32", "fp16", "bf16"]
 """Precision of a frozen model's forward pass."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
 Weight = Annotated[float, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _differ(seeds: list[int]) -> list[int]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds is {seeds}; a seed twice is no second measurement")
+    return seeds
+
+
+Seeds = Annotated[list[Seed], AfterValidator(_differ)]
 Labels = Annotated[dict[str, str], Field(min_length=1)]
 """Labels of a Ray node, such as {role: students}."""
 

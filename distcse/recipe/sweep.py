@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.section import Name, Section
+from distcse.recipe.section import Name, Section, Seed, Seeds
 
 Value = bool | int | float | str | None | list[int]
 Tracker = Literal["tensorboard", "mlflow", "wandb"]
@@ -63,7 +63,7 @@ class SearchSection(Section):
     """Number of trials; a grid runs all combinations."""
     n_startup_trials: Annotated[int, Field(ge=1)] = 8
     """Random trials before TPE starts."""
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    seed: Seed = 0
     """Seed of the search."""
     concurrent: Annotated[int, Field(ge=1)] | None = None
     """Concurrent trials; null runs as many as fit on the cluster."""
@@ -88,16 +88,10 @@ class ScheduleSection(Section):
 class FinalRunsSection(Section):
     """Runs and evaluation after the search."""
 
-    seeds: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(default_factory=lambda: [1, 2, 3])
+    seeds: Seeds = Field(default_factory=lambda: [1, 2, 3])
     """Seeds to train the best values with; an empty list ends the sweep after the search."""
     compare: bool = True
     """Also train the original recipe with these seeds."""
-
-    @model_validator(mode="after")
-    def _seeds_differ(self) -> Self:
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds is {self.seeds}; a seed twice is no second measurement")
-        return self
 
 
 class Sweep(Section):

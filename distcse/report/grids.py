@@ -113,7 +113,8 @@ def _with_means(evaluation: Evaluation, scores: Sequence[Score], empty: Grid) ->
     if not has_repeated_runs(evaluation):
         return
     runs = group_runs(about.name for about in evaluation.models)
-    means = {name: [_mean(evaluation, score, name, runs[name]) for score in scores] for name in runs}
+    named = {name for score in scores for name in compute_spreads(score)}
+    means = {name: [_mean(evaluation, score, name, runs[name]) for score in scores] for name in runs if name in named}
     yield replace(empty, title=f"{empty.title}, mean ± standard deviation over runs", rows=means)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +21,16 @@ from distcse.tuning.final_evaluation import SummaryRow
 _PIPE_WIDTH = 1000
 
 
-def print_evaluation(evaluation: Evaluation) -> None:
+def evaluation_text(evaluation: Evaluation) -> str:
+    """Return the tables of an evaluation as text, as `print_evaluation` prints them into a file."""
+    text = io.StringIO()
+    print_evaluation(evaluation, Console(file=text, markup=False, width=_PIPE_WIDTH))
+    return "\n".join(line.rstrip() for line in text.getvalue().strip().splitlines())
+
+
+def print_evaluation(evaluation: Evaluation, console: Console | None = None) -> None:
     """Print the tables of an evaluation: a row per model, with its difference from the base under it."""
-    console, shown = _for_tables(), grids(evaluation)
+    console, shown = console or _for_tables(), grids(evaluation)
     for grid in shown:
         console.print(f"\n{grid.title}{f' ({grid.measure})' if grid.measure else ''}", highlight=False, markup=False)
         console.print(_table(grid))

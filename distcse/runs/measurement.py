@@ -58,17 +58,18 @@ def measure_named_models(
     data: Path | None,
     suites: Iterable[str],
     add: Iterable[str],
-    texts: tuple[Path, str] | None,
+    texts: tuple[Path, str] | Sequence[str] | None,
     documents: str | None,
     ensembles: Iterable[str],
     formats: tuple[Sequence[int], Sequence[str]],
     aggregate: Aggregate,
+    timed: bool,
     limits: Limits,
     load_options: LoadOptions,
     dry_run: bool,
     reporter: Reporter,
 ) -> Evaluation:
-    """Measure models as `distcse.measure` does; `texts` are a file and its column, `formats` its `dimensions` and `quantize`."""
+    """Measure models as `distcse.evaluate` does; `texts` are a file and its column, `formats` its `dimensions` and `quantize`."""
     limits.check()
     measured_again = VectorFormat.parse(*formats)
     report_precisions(
@@ -80,7 +81,8 @@ def measure_named_models(
     if not sources:
         raise EvaluationOptionError("there is no model to measure; name at least one")
     base = _TEACHER if _TEACHER in sources else next(iter(sources))
-    own = [] if texts is None else [TextsTask.read(*texts, reference=base if len(sources) > 1 else None)]
+    reference = base if len(sources) > 1 else None
+    own = [] if texts is None else [TextsTask.of(texts, reference)]
     custom = [CustomSet.parse(text) for text in add]
     tasks = collect(data, parse_suites(list(suites)) if data else [], custom, aggregate, own)
     tasks.timed_texts = [text for task in own for text in task.texts]
@@ -99,7 +101,7 @@ def measure_named_models(
     if measured_again:
         _add_formats(measured_again, tasks, candidates)
     limits.check_suites([task.suite for task in tasks.tasks])
-    if limits.ms is not None and not tasks.timed_texts:
+    if (timed or limits.ms is not None) and not tasks.timed_texts:
         tasks.timed_texts = tasks.first_sentences()
     combined = make_ensembles(ensembles, candidates)
     settings = {"STS": aggregate, "device": load_options.device, "precision": load_options.resolved_precision}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tests.workers  # noqa: F401  (preloads the imports of the fork server)
-from distcse.api import measure
+from distcse.api import evaluate
 from distcse.errors import ModelNotFoundError
 from distcse.events import Reporter
 from distcse.recipe import Recipe, with_values
@@ -116,7 +116,7 @@ def test_two_runs_share_an_embedding_pass_and_one_takes_over_when_the_other_is_k
     assert holder_messages(tmp_path / "second", killed.pid)[-1] == events(tmp_path / "second", "LogMessage")[-1]
     (folder,) = (tmp_path / "first").iterdir()
     with fails_with(ModelNotFoundError, str(folder)):  # it has no model before its end
-        measure({"student": str(folder)}, labelled, ["pairs"])
+        evaluate({"student": str(folder)}, labelled, ["pairs"])
     killed.kill()
     killed.join()
     complete = {label: label.stat().st_mtime_ns for label in tmp_path.glob("cache/tables/*/shard-*.json")}

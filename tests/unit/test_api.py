@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 
 import distcse
+from distcse.cli import main
 from distcse.cluster.cluster import worker_environment
-from distcse.errors import ArgumentError, EncoderSettingError
+from distcse.devices.process import NO_GAIN
+from distcse.errors import ArgumentError, EncoderSettingError, UnknownKeyError
 from distcse.events import DevScore, Event
+from distcse.losses.views import TeacherOutputs, Views
 from distcse.recipe import Recipe
 from tests.conftest import ROOT
 from tests.failures import fails_with
@@ -93,10 +97,118 @@ def test_a_run_its_student_and_its_scores(
         assert not any(secret.encode() in content for secret in SECRETS.values()), file
 
     models: dict[str, Any] = {"from the folder": run.directory, "in memory": encoder}
-    measured = distcse.measure(models, data=labelled, suites=["sts"], listen=events.append)
+    measured = distcse.evaluate(models, data=labelled, suites=["sts"], listen=events.append)
     figures = [measured.score("sts", "STS-B", "all", name) for name in models]
     assert figures[0] == figures[1] and "STS-B" in measured._repr_markdown_()
     assert {file.name for file in measured.write(tmp_path / "out")} == {"report.html", "report.md"}
+
+
+class Pull(torch.nn.Module):
+    """Pulls the views of a sentence together."""
+
+    def __init__(self, strength: float = 1.0) -> None:
+        super().__init__()
+        self.strength = strength
+
+    def forward(self, views: Views, teachers: TeacherOutputs) -> torch.Tensor:
+        return self.strength * (views.z1 - views.z2).square().sum() / views.columns
+
+
+class Hidden(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+
+
+def local_loss() -> type[torch.nn.Module]:
+    class Inside(torch.nn.Module):
+        pass
+
+    return Inside
+
+
+TWO_COLUMNS = Dataset.from_dict({"title": ["A"], "body": ["B"]})
+
+
+def test_distil_from_lists_and_compare(
+    tiny: Callable[..., Path], sentences: list[str], tmp_path: Path, labelled: Path
+) -> None:
+    teacher, student = tiny("minilm", width=64), tiny("bert", layers=4)
+    storage = {"storage.runs": str(tmp_path / "runs"), "storage.cache": str(tmp_path / "cache")}
+    documents = Dataset.from_dict({"text": sentences[100:200]})
+    run = distcse.distill(
+        [{"backbone": str(model), "pooling": "mean"} for model in (teacher, student)],
+        student,
+        layers=2,
+        max_length=16,
+        queries=sentences[:100],
+        documents=documents,
+        workers=0,
+        epochs=1,
+        **storage,
+    )
+    recipe = run.result.recipe
+    assert isinstance(recipe, Recipe) and recipe.student.layers == [1, 3] and recipe.training.epochs == 1
+    assert [encoder.max_length for encoder in recipe.teachers.encoders] == [16, 16] == [recipe.student.max_length, 16]
+    assert [(source.role, source.limit) for source in recipe.corpus.sources] == [("query", None), ("document", None)]
+    assert len([*(tmp_path / "cache" / "texts").iterdir()]) == 2
+    with fails_with(UnknownKeyError, "epoch"):
+        distcse.run("best-small", values={"epoch": 3})
+
+    own, folder, texts = run.scores, run.compare(labelled, run.directory), run.compare(sentences[:40])
+    assert own is not None and {"student", "start", "teacher 0", "teacher 1"} >= own.to_dict().keys()
+    figure = folder.score("sts", "STS-B", "all", "student")
+    assert folder.to_dict()["student"]["sts/STS-B/all"] == figure and f"{figure:.2f}" in str(folder)
+    assert folder.to_pandas().loc["student", ("sts", "STS-B", "all")] == figure and "STS-B" in folder.to_latex()
+    assert "one sentence" in str(folder) and "kept@10" in str(texts) and "one sentence" in str(texts)
+    vectors = run.sentence_transformer().encode(sentences[:3])
+    assert torch.allclose(torch.tensor(vectors), torch.tensor(run.encoder().encode(sentences[:3])), atol=1e-5)
+
+
+PULL = "{class_path: 'tests.unit.test_api:Pull', weight: 0.5, kwargs: {strength: 0.5}}"
+
+
+def test_seeds_with_a_loss_of_ones_own(
+    recipe_with: Callable[..., Recipe], sentences: list[str], tmp_path: Path, labelled: Path, capsys: Any
+) -> None:
+    recipe_with()
+    few = {"max_steps": 3, "objective.custom.pull.weight": 0.5}
+    runs = distcse.run(
+        tmp_path / "recipe.yaml", values=few, texts=sentences[:64], losses={"pull": Pull(0.5)}, seeds=[1, 2]
+    )
+    assert len(runs) == 2 and not runs.interrupted and [*runs.by_seed] == [1, 2]
+    recipes = [run.result.recipe for run in runs]
+    assert [recipe.seed for recipe in recipes] == [1, 2]
+    assert all(
+        isinstance(recipe, Recipe) and recipe.objective.custom["pull"].kwargs == {"strength": 0.5} for recipe in recipes
+    )
+    means = str(runs.scores)
+    assert "student, seed 2" in means and "mean ± standard deviation" in means and "student, seed 1" in means
+    assert {file.name for file in runs.reports} == {"report.html", "report.md"}
+    assert "mean ± standard deviation" in (runs.directory / "report.md").read_text()
+
+    (stored,) = (tmp_path / "cache" / "texts").iterdir()
+    capsys.readouterr()
+    words = ["train", str(tmp_path / "recipe.yaml"), "training.max_steps=3", f"objective.custom.pull={PULL}"]
+    words += ["--run-id", runs.directory.name, "--corpus", str(stored), "--quiet", "--seeds"]
+    assert main([*words, "1", "2"]) in (0, NO_GAIN)  # finished: nothing is trained again
+    printed = capsys.readouterr().out
+    assert all(run.uri in printed for run in runs) and "mean ± standard deviation" in printed
+    with pytest.raises(SystemExit):
+        main([*words, "1", "seed=3"])
+    assert "'seed=3' is no seed" in capsys.readouterr().err
+
+    table = distcse.evaluate({"mine": runs, "again": [*runs], "one": runs[0]}, texts=sentences[:40])
+    assert [about.name for about in table.evaluation.models] == [
+        "mine, seed 1",
+        "mine, seed 2",
+        "again, run 1",
+        "again, run 2",
+        "one",
+    ]
+    compared = runs.compare(labelled)
+    assert compared.score("sts", "STS-B", "all", "student, seed 1") == runs[0].compare(labelled).score(
+        "sts", "STS-B", "all", "student"
+    )
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
@@ -110,12 +222,19 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "an unset variable": (lambda: distcse.rerun(""), "directory"),
     "a name as a recipe": (lambda: distcse.with_values("best-small", {}), "distcse.read_recipe('best-small')"),  # type: ignore[type-var]
     "one override": (lambda: distcse.read_recipe("best-small", "seed=3"), "['seed=3']"),
-    "texts": (lambda: distcse.measure({"m": "M"}, texts=["A.", "B."]), "texts"),  # type: ignore[arg-type]
-    "several runs": (lambda: distcse.measure({"m": ["A", "B"]}), "['m=A', 'm=B']"),  # type: ignore[dict-item]
-    "one suite": (lambda: distcse.measure({"m": "M"}, data=".", suites="sts"), "['sts']"),
-    "a model of torch": (lambda: distcse.measure({"m": torch.nn.Linear(1, 1)}), "Encoder"),  # type: ignore[dict-item]
-    "limits as a dict": (lambda: distcse.measure({"m": "M"}, limits={"ms": 3}), "Limits"),  # type: ignore[arg-type]
-    "no function": (lambda: distcse.measure({"m": "M"}, stop_requested=True), "Callable"),  # type: ignore[arg-type]
+    "a text that is none": (lambda: distcse.evaluate({"m": "M"}, texts=["A.", 3]), "Sequence[str]"),  # type: ignore[list-item]
+    "nothing to learn from": (lambda: distcse.distill("M", "M"), "texts=…"),
+    "queries without documents": (lambda: distcse.distill("M", "M", queries=["A?"]), "documents=…"),
+    "a list with a number": (lambda: distcse.run("best-small", texts=["A.", 3]), "number 1 of the texts"),  # type: ignore[list-item]
+    "data of many columns": (lambda: distcse.run("best-small", texts=TWO_COLUMNS), "dataset['title']"),
+    "splits": (lambda: distcse.run("best-small", texts=DatasetDict(train=TWO_COLUMNS)), "dataset['train']"),
+    "a local loss": (lambda: distcse.run("best-small", losses={"own": local_loss()}), "top of a module"),
+    "a loss with a hidden argument": (lambda: distcse.run("best-small", losses={"own": Hidden(1)}), "self.size = size"),
+    "a loss with a tensor": (lambda: distcse.run("best-small", losses={"own": Pull(torch.ones(2))}), "kwargs.strength"),  # type: ignore[arg-type]
+    "one suite": (lambda: distcse.evaluate({"m": "M"}, data=".", suites="sts"), "['sts']"),
+    "a model of torch": (lambda: distcse.evaluate({"m": torch.nn.Linear(1, 1)}), "Encoder"),  # type: ignore[dict-item]
+    "limits as a dict": (lambda: distcse.evaluate({"m": "M"}, limits={"ms": 3}), "Limits"),  # type: ignore[arg-type]
+    "no function": (lambda: distcse.evaluate({"m": "M"}, stop_requested=True), "Callable"),  # type: ignore[arg-type]
 }
 
 
@@ -135,7 +254,7 @@ def test_a_recipe_is_read_from_a_path_and_an_encoder_names_its_settings(tiny: Ca
 def test_without_a_listener_progress_goes_to_standard_error(
     labelled: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = distcse.measure([f"thin={tiny()}"], data=labelled, load_options=distcse.LoadOptions(pooling="mean"))
+    measured = distcse.evaluate([f"thin={tiny()}"], data=labelled, load_options=distcse.LoadOptions(pooling="mean"))
     printed = capsys.readouterr()
     assert printed.out == "" and "thin" in printed.err and "in the model" in printed.err
     assert [about.name for about in measured.evaluation.models] == ["thin"]

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 
-from distcse import api, measure
+from distcse import api, evaluate
 from distcse.devices.device import DeviceSpeed
 from distcse.devices.process import INTERRUPTED
 from distcse.errors import (
@@ -234,9 +234,9 @@ def test_tables_are_printed_if_the_report_cannot_be_written(
 
 def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callable[..., Path]) -> None:
     with fails_with(EvaluationOptionError, "aggregate", "'weighted'", "all, mean, wmean"):
-        api.measure([str(tiny())], labelled, aggregate="weighted")
+        api.evaluate([str(tiny())], labelled, aggregate="weighted")
     with fails_with(EvaluationOptionError, "model"):
-        api.measure({}, labelled)
+        api.evaluate({}, labelled)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_the_scores_are_those_of_a_direct_computation(
     texts: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     models = {"student": tiny("bert"), "teacher": tiny("minilm")}
-    evaluation = measure(models, texts=texts, load_options=OPTIONS).evaluation
+    evaluation = evaluate(models, texts=texts, load_options=OPTIONS).evaluation
     found = {score.measure: dict(score.values) for score in evaluation.scores}
     distinct = list(dict.fromkeys(sentences[:120]))
     vectors = [Encoder.load(model, pooling="mean").encode(distinct, normalize=True) for model in models.values()]
@@ -468,7 +468,7 @@ def test_all_tables_compare_with_the_same_model(
 
 def test_the_reference_can_be_chosen(texts: Path, tiny: Callable[..., Path]) -> None:
     models = {"student": tiny("bert", width=64), "teacher": tiny("bert")}
-    measured = measure(models, texts=texts, limits=Limits(mb=1e3), load_options=OPTIONS)
+    measured = evaluate(models, texts=texts, limits=Limits(mb=1e3), load_options=OPTIONS)
     sizes = {info.name: info.size_bytes / 1e6 for info in measured.evaluation.models}
     choice = Choice.of(measured.evaluation, Limits(mb=sizes["teacher"]))
     assert sizes["teacher"] < sizes["student"]
@@ -489,18 +489,18 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, tiny: Callable[...,
     few.write_text("one\ntwo\none\n")
     table.write_text("".join(json.dumps({"body": f"text {number}"}) + "\n" for number in range(20)))
     with fails_with(EvaluationDataError, "missing.txt"):
-        measure(models, texts=tmp_path / "missing.txt", load_options=OPTIONS)
+        evaluate(models, texts=tmp_path / "missing.txt", load_options=OPTIONS)
     with fails_with(EvaluationFormatError, "few.txt", "2 distinct texts", "at least 12"):
-        measure(models, texts=few, load_options=OPTIONS)
+        evaluate(models, texts=few, load_options=OPTIONS)
     with fails_with(EvaluationFormatError, "table.jsonl", "--column"):
-        measure(models, texts=table, load_options=OPTIONS)
-    assert len(TextsTask.read(table, "body", None).texts) == 20
+        evaluate(models, texts=table, load_options=OPTIONS)
+    assert len(TextsTask.of((table, "body"), None).texts) == 20
 
 
 def test_of_many_texts_the_same_ones_are_drawn_each_time(tmp_path: Path) -> None:
     file = tmp_path / "many.txt"
     file.write_text("\n".join(f"text {number}" for number in range(MAX_TEXTS + 500)))
-    drawn = [TextsTask.read(file, "text", "teacher").texts for _ in range(2)]
+    drawn = [TextsTask.of((file, "text"), "teacher").texts for _ in range(2)]
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == MAX_TEXTS
 
 

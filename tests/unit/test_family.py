@@ -28,12 +28,13 @@ from distcse.errors import (
 from distcse.evaluation import LoadOptions, VectorModel, open_candidate
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.models import Encoder, StaticEncoder, static
+from distcse.models.student import evenly_spaced
 from distcse.recipe import FamilyRecipe, recipe_yaml
 from distcse.runs.backend import DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.family import experiment
-from distcse.runs.family.experiment import Family, evenly_spaced, plan_side_by_side
+from distcse.runs.family.experiment import Family, plan_side_by_side
 from distcse.teachers.targets import Projection
 from distcse.training.trainer import TrainResult
 from tests.clusters import FixedCluster

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distcse.api import measure
+from distcse.api import evaluate
 from distcse.errors import CorpusTooSmallError, SearchSpaceError, StoppedEarlyError
 from distcse.evaluation import LoadOptions
 from distcse.events import Event, LogMessage, Reporter, StageProgress
@@ -141,7 +141,9 @@ def test_text_that_tokenizers_do_not_know_is_warned_of(tiny: Callable[..., Path]
     student, teacher = reported("W10", lambda reporter: Distillation(recipe).check(backend, reporter))
     assert "100% of the text's tokens" in student and "of student," in student and "of teacher 0," in teacher
     assert reported("W10", lambda reporter: embed_corpus(recipe, backend, reporter)) == [teacher]
-    (line,) = reported("W10", lambda r: measure(models, texts=texts, load_options=options, dry_run=True, listen=r.emit))
+    (line,) = reported(
+        "W10", lambda r: evaluate(models, texts=texts, load_options=options, dry_run=True, listen=r.emit)
+    )
     assert "of a, which" in line
 
 
@@ -220,7 +222,7 @@ def test_an_evaluation_without_the_prompt_that_a_folder_names_is_warned_of(
         models, options = [str(theirs), str(tmp_path / "ours")], LoadOptions(pooling="mean", prompt=prompt)
         texts = tmp_path / "texts.txt"
         return reported(
-            "W04", lambda r: measure(models, texts=texts, load_options=options, dry_run=True, listen=r.emit)
+            "W04", lambda r: evaluate(models, texts=texts, load_options=options, dry_run=True, listen=r.emit)
         )
 
     (line,) = warned("")

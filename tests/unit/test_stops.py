@@ -340,7 +340,7 @@ def measurement(tmp: Path, corpus_of: Any, **sets: Any) -> Callable[[Reporter], 
     recipe, _ = corpus_of()
     Encoder.from_section(recipe.student).save(tmp / "model")
     models = [f"one={tmp / 'model'}"]
-    return lambda reporter: distcse.measure(
+    return lambda reporter: distcse.evaluate(
         models, **sets, listen=reporter.emit, stop_requested=reporter.stop_requested
     )
 

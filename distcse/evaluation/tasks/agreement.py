@@ -154,20 +154,15 @@ class TextsTask:
     pairs_only: bool = True
 
     @classmethod
-    def read(cls, file: Path, column: str, reference: str | None) -> TextsTask:
-        """Read up to 5,000 distinct texts of a file, drawn at random, always the same ones."""
-        if not file.is_file():
-            raise EvaluationDataError(f"--texts {file} is no file; name one with a text per line")
-        try:
-            distinct = list(dict.fromkeys(text for text in read_sentences(file, column) if text is not None))
-        except MissingColumnError:
-            raise EvaluationFormatError(
-                f"--texts {file} has no column {column!r}; name its column of texts: --column NAME"
-            ) from None
-        name = file.name
+    def of(cls, texts: tuple[Path, str] | Sequence[str], reference: str | None) -> TextsTask:
+        """Take up to 5,000 distinct texts, of a list or of a file's column, drawn at random, always the same ones."""
+        named, name, rows = "texts", "in memory", texts
+        if isinstance(file := texts[0], Path):
+            named, name, rows = f"--texts {file}", file.name, _read(file, texts[1])
+        distinct = [*dict.fromkeys(map(str, rows))]
         if len(distinct) < MIN_TEXTS:
             raise EvaluationFormatError(
-                f"--texts {file} has {len(distinct)} distinct texts, and {max(NEIGHBORS)} neighbors of each are compared; "
+                f"{named} has {len(distinct)} distinct texts, and {max(NEIGHBORS)} neighbors of each are compared; "
                 f"add texts, to at least {MIN_TEXTS}"
             )
         if len(distinct) > MAX_TEXTS:
@@ -186,6 +181,17 @@ class TextsTask:
         if isinstance(model, VectorModel):
             details["neighbors"] = nearest(model.unit_vectors(self.texts), max(NEIGHBORS))
         return TaskResult({}, details)
+
+
+def _read(file: Path, column: str) -> list[str]:
+    if not file.is_file():
+        raise EvaluationDataError(f"--texts {file} is no file; name one with a text per line")
+    try:
+        return [text for text in read_sentences(file, column) if text is not None]
+    except MissingColumnError:
+        raise EvaluationFormatError(
+            f"--texts {file} has no column {column!r}; name its column of texts: --column NAME"
+        ) from None
 
 
 def nearest(vectors: NDArray[np.float32], number: int) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,7 @@ from distcse.recipe.encoders import EncoderSection, StudentSection
 from distcse.recipe.evaluation import EvaluationSection
 from distcse.recipe.names import absolute, absolute_folder, absolute_path, is_path
 from distcse.recipe.objective import HINGE_TERMS, ObjectiveSection
-from distcse.recipe.section import Name
+from distcse.recipe.section import Name, Seed, Seeds
 from distcse.recipe.storage import LoggersSection, StorageSection
 from distcse.recipe.teachers import TeachersSection
 from distcse.recipe.text import CandidatesSection, CorpusSection
@@ -76,8 +76,10 @@ class Recipe(BaseRecipe):
 
     name: Name = "run"
     """Name of the run directory."""
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 42
-    """Seed of sampling, dropout and newly initialised weights."""
+    seed: Seed = 42
+    """Seed of sampling, dropout and newly initialized weights."""
+    seeds: Seeds = Field(default_factory=list)
+    """Train once with each of these in place of `seed`, one run after the other; the report has means ± standard deviations."""
     corpus: CorpusSection = CorpusSection()
     """Unlabelled training text."""
     student: StudentSection

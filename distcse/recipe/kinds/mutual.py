@@ -11,7 +11,7 @@ from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
 from distcse.recipe.encoders import EncoderSection, TrainedSection
 from distcse.recipe.evaluation import Measure
 from distcse.recipe.names import HubName, absolute, absolute_folder, absolute_path, absolute_paths, is_path
-from distcse.recipe.section import Gpus, Labels, Name, Precision, Section
+from distcse.recipe.section import Gpus, Labels, Name, Precision, Section, Seed, Seeds
 from distcse.recipe.storage import LoggersSection, StorageSection
 from distcse.recipe.text import PairsSection
 from distcse.recipe.training import (
@@ -180,8 +180,10 @@ class MutualRecipe(BaseRecipe):
 
     name: Name = "mutual"
     """Name of the run directory."""
-    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 2021
-    """Seed of sampling, dropout and newly initialised weights."""
+    seed: Seed = 2021
+    """Seed of sampling, dropout and newly initialized weights."""
+    seeds: Seeds = Field(default_factory=list)
+    """Train once with each of these in place of `seed`, one run after the other; the report has means ± standard deviations."""
     pairs: PairsSection
     """Sentence pairs to label."""
     groups: Annotated[list[GroupSection], Field(min_length=1)]

@@ -22,7 +22,7 @@ from distcse.evaluation import Contamination
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StageProgress
 from distcse.models import Encoder, EncoderHandle, StaticEncoder
 from distcse.models.static import LEARNING_RATE, require_model2vec
-from distcse.models.student import depth_of, needs_first_layer
+from distcse.models.student import depth_of, evenly_spaced, needs_first_layer
 from distcse.preflight.precision import Role
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe, StudentSection, with_values
 from distcse.runs.backend import Backend, DeviceCall, LocalBackend
@@ -177,16 +177,6 @@ def with_member_layers(recipe: FamilyRecipe, backend: Backend, reporter: Reporte
             layers = evenly_spaced(depth, layers, with_first)
         family.append(member.model_copy(update={"layers": layers}))
     return recipe.model_copy(update={"family": family})
-
-
-def evenly_spaced(depth: int, count: int, with_first: bool) -> list[int]:
-    """Return the indices of `count` of `depth` layers, evenly spaced with the last one among them.
-
-    `with_first` begins with layer 0, for models whose first layer has other parameters than the rest.
-    """
-    if with_first:
-        return [round(index * (depth - 1) / max(1, count - 1)) for index in range(count)]
-    return [(index + 1) * depth // count - 1 for index in range(count)]
 
 
 def _read_depth(section: StudentSection, reporter: Reporter) -> tuple[int, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,7 +164,9 @@ def _open_group_of_one() -> bool:
     if dist.is_initialized():
         return False
     backend = "nccl" if has_gpu() else "gloo"
+    show_error = sys.excepthook
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    sys.excepthook = show_error  # torch's prints "[rank0]:" before each line, of the caller's own errors too
     return True
 
 
