@@ -48,6 +48,7 @@ from distcse.report.card import write_cards
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.history import read_run
 from distcse.report.progress import open_listener
+from distcse.report.verdict import verdict
 from distcse.runs.cluster_fit import gpu_policy
 from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
 from distcse.runs.distillation.corpus import read_corpus
@@ -388,7 +389,7 @@ class Measurement:
         return f"<Measurement: {len(self.evaluation.scores)} scores of {models}>"
 
     def _repr_markdown_(self) -> str:
-        lines: list[str] = []
+        lines = [*(f"- {line}" for line in verdict(self.evaluation).values()), ""]
         for grid in grids(self.evaluation):
             lines += [f"**{grid.title}**{f' ({grid.measure})' if grid.measure else ''}", "", *markdown_table(grid), ""]
         return "\n".join([*lines, *(f"- {line}" for line in legend(self.evaluation))])
@@ -408,12 +409,13 @@ def measure(
     quantize: Sequence[str] = (),
     aggregate: Any = "all",
     limits: Limits = NO_LIMITS,
+    against: str | None = None,
     load_options: LoadOptions | None = None,
     dry_run: bool = False,
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Measurement:
-    """Evaluate models and compare them with the one called `teacher`, or else the first, as `distcse evaluate` does.
+    """Evaluate models and compare them with one of them, as `distcse evaluate` does.
 
     Args:
         models: Models by name, or as on the command line: ["student=runs/my-run", "teacher=FOLDER"].
@@ -429,6 +431,8 @@ def measure(
         quantize: Measure retrieval again with quantized vectors: "int8", "binary".
         aggregate: STS score over a year's subsets: all, mean or wmean.
         limits: What the model that is chosen at the end may need. Default: no choice.
+        against: Name of the model that all tables compare the others with. Default: `teacher`, else the last model whose name
+            begins with "teacher", else the first.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
         dry_run: Load the models and read the sets; measure nothing, and return no scores. Default: False.
         listen: Receives every event. Default: shows progress on standard error.
@@ -457,6 +461,7 @@ def measure(
             aggregate,
             limits,
             load_options or LoadOptions(device=default_device()),
+            against,
             dry_run,
             Reporter(emit, stop_requested),
         )
