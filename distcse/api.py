@@ -586,12 +586,13 @@ def evaluate(
     aggregate: Any = "all",
     timed: bool = False,
     limits: Limits = NO_LIMITS,
+    against: str | None = None,
     load_options: LoadOptions | None = None,
     dry_run: bool = False,
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Scores:
-    """Evaluate models and compare them with the one called `teacher`, or else the first, as `distcse evaluate` does.
+    """Evaluate models and compare them with one of them, as `distcse evaluate` does.
 
     Args:
         models: Models by name, or as on the command line: ["student=runs/my-run", "teacher=FOLDER"]. A model is a folder, a hub
@@ -609,6 +610,8 @@ def evaluate(
         aggregate: STS score over a year's subsets: all, mean or wmean.
         timed: Measure the models' speed also without `texts`, on the sentences of the first set. Default: False.
         limits: What the model that is chosen at the end may need. Default: no choice.
+        against: Name of the model that all tables compare the others with. Default: `teacher`, else the last model whose name
+            begins with "teacher", else the first.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
         dry_run: Load the models and read the sets; measure nothing, and return no scores. Default: False.
         listen: Receives every event. Default: shows progress on standard error.
@@ -638,6 +641,7 @@ def evaluate(
             timed,
             limits,
             load_options or LoadOptions(device=default_device()),
+            against,
             dry_run,
             Reporter(emit, stop_requested),
         )

@@ -37,7 +37,12 @@ def _add_evaluate(commands: Commands) -> None:
         nargs="+",
         metavar="MODEL",
         help="a run directory, a model folder, or a name on the hub; NAME=MODEL names it in tables; "
-        "the others are compared with the first; a NAME of several models, such as three seeds, has their mean in tables",
+        "a NAME of several models, such as three seeds, has their mean in tables",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="NAME",
+        help="the model that the others are compared with (default: teacher, else the last one called teacher…, else the first)",
     )
     parser.add_argument(
         "--suite",
@@ -58,8 +63,8 @@ def _add_evaluate(commands: Commands) -> None:
         "--texts",
         type=Path,
         metavar="FILE",
-        help="your own texts without labels, one per line: agreement with the model called teacher, or else with the first, "
-        "neighbors kept, and speed",
+        help="your own texts without labels, one per line: agreement with the model that others are compared with, neighbors "
+        "kept, and speed",
     )
     parser.add_argument(
         "--column", default="text", metavar="NAME", help="column of the texts in a table or JSON file (default: text)"
@@ -174,6 +179,7 @@ def _evaluate(options: argparse.Namespace) -> int:
             quantize=options.quantize,
             aggregate=options.aggregate,
             limits=limits,
+            against=options.against,
             load_options=LoadOptions(
                 pooling=options.pooling,
                 max_length=options.max_length,

@@ -207,7 +207,8 @@ def commands_for(done: Run) -> list[str]:
     reference = ""
     if (found := done.result.reference) is not None:
         pooling = "" if found.section.pooling is None else f" --pooling {found.section.pooling}"
-        reference = f" {found.name}={found.section.backbone}{pooling}"
+        against = "" if found.name == "teacher" else f" --against {found.name}"
+        reference = f" {found.name}={found.section.backbone}{against}{pooling}"
     commands = {
         f"{program('evaluate')} student={model}{reference} --texts FILE": "agreement and speed on your own text, without labels",
         f"{program('export')} {model} --onnx --int8": "ONNX files",

@@ -156,26 +156,37 @@ class AverageOf:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One model's score minus another's, with the 95 % interval of the paired bootstrap."""
+class Interval:
+    """A value with the 95 % percentile interval of the bootstrap."""
 
     value: float
     low: float
     high: float
 
+    @classmethod
+    def of(cls, value: float, resampled: NDArray[np.float64]) -> Interval:
+        """Take the interval from the (RESAMPLES,) values on resampled items."""
+        low, high = np.nanpercentile(resampled, [2.5, 97.5])
+        return cls(value, float(low), float(high))
+
     @property
     def is_significant(self) -> bool:
-        """Whether the interval excludes 0."""
+        """Whether the interval of a difference excludes 0."""
         return self.low > 0 or self.high < 0
 
 
-def difference(ours: Estimate, theirs: Estimate) -> Difference | None:
-    """Compute ours minus theirs with the paired bootstrap's percentile interval; None if a score cannot be resampled."""
+def difference(ours: Estimate, theirs: Estimate) -> Interval | None:
+    """Compute ours minus theirs by the paired bootstrap; None if a score cannot be resampled."""
     a, b = ours.resampled, theirs.resampled
-    if a is None or b is None:
+    return None if a is None or b is None else Interval.of(ours.value - theirs.value, a - b)
+
+
+def ratio(ours: Estimate, theirs: Estimate) -> Interval | None:
+    """Compute ours in percent of theirs by the paired bootstrap; None without resamples, or if theirs are not all above 0."""
+    a, b = ours.resampled, theirs.resampled
+    if a is None or b is None or not min(theirs.value, b.min()) > 0:
         return None
-    low, high = np.nanpercentile(a - b, [2.5, 97.5])
-    return Difference(ours.value - theirs.value, float(low), float(high))
+    return Interval.of(100 * ours.value / theirs.value, 100 * a / b)
 
 
 def spearman(predicted: NDArray[np.floating], gold: NDArray[np.float64]) -> float:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from distcse.devices.device import default_device
 from distcse.errors import StoppedEarlyError
-from distcse.evaluation.bootstrap import AverageOf, Estimate, difference
+from distcse.evaluation.bootstrap import AverageOf, Estimate, Interval, difference, ratio
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.models import Ensemble, Model, VectorModel
 from distcse.evaluation.results import (
@@ -21,11 +21,11 @@ from distcse.evaluation.results import (
     ModelInfo,
     Score,
     averaged_sets,
-    mean_ndcg,
+    choose_reference,
 )
 from distcse.evaluation.suites import PUBLISHED, Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
-from distcse.evaluation.tasks.agreement import HeldOutVectors, with_agreement
+from distcse.evaluation.tasks.agreement import HeldOutVectors, TextsTask, with_agreement
 from distcse.evaluation.tasks.retrieval import RetrievalTask
 from distcse.evaluation.tasks.transfer import TransferTask
 from distcse.events import Reporter, StageProgress
@@ -100,7 +100,7 @@ def evaluate(
     reporter: Reporter = _SILENT,
     base: str | None = None,
 ) -> Evaluation:
-    """Evaluate every model on every task it supports, and compare the models with one of them (`base`; default: the first).
+    """Evaluate every model on every task it supports, and compare the models with one of them (`base`; see `choose_reference`).
 
     An iterator of candidates is advanced after the previous model was evaluated, so that only one model is in memory. A stop
     request leaves out the models that are not measured yet, and a warning says so; before the first one is measured, it raises.
@@ -190,10 +190,7 @@ def compare_models(
     base: str | None = None,
     teachers: Collection[str] = (),
 ) -> Evaluation:
-    """Compare the models' results with those of one of them (`base`; default: the first).
-
-    Retrieval is compared with the best of the `teachers`, if any of them was measured: the one with the highest mean nDCG@10.
-    """
+    """Compare the models' results with those of one of them (`base`; default: of `choose_reference`, of a run's `teachers`)."""
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
     for name, model_results in with_agreement(
@@ -204,20 +201,16 @@ def compare_models(
                 estimates.setdefault((suite, dataset), {}).setdefault(measure, {})[name] = estimate
             details.setdefault(suite, {}).setdefault(dataset, {})[name] = dict(result.details)
     names = [model.info.name for model in results]
-    base = base if base in names else names[0]
     scores = _score_columns(estimates)
-    ndcg = mean_ndcg(scores)
-    of_teachers = {} if ndcg is None else {name: ndcg.values[name] for name in teachers if name in ndcg.values}
     return Evaluation(
         models=[model.info for model in results],
-        base=base,
+        base=base if base in names else choose_reference(names, scores, teachers),
         scores=scores,
         details=details,
         missing=tasks.missing,
         warnings=tasks.warnings,
         settings=settings or {},
         seconds=time.perf_counter() - started_at,
-        references={"retrieval": max(of_teachers, key=of_teachers.__getitem__)} if of_teachers else {},
     )
 
 
@@ -235,7 +228,14 @@ def _score_columns(estimates: Mapping[tuple[str, str], Mapping[str, Mapping[str,
     for suite in dict.fromkeys(suite for suite, _ in estimates):
         by_set = {name: measures for (of, name), measures in estimates.items() if of == suite}
         scores += [
-            Score(suite, name, measure, _point_values(by_model), _compare_all(by_model))
+            Score(
+                suite,
+                name,
+                measure,
+                _point_values(by_model),
+                _compare_all(by_model),
+                intervals=_intervals(suite, by_model),
+            )
             for name, measures in by_set.items()
             for measure, by_model in measures.items()
         ]
@@ -254,11 +254,19 @@ def _point_values(by_model: Mapping[str, Estimate]) -> dict[str, float]:
     return {model: estimate.value for model, estimate in by_model.items()}
 
 
+def _intervals(suite: str, by_model: Mapping[str, Estimate]) -> dict[str, Interval]:
+    """Return the intervals of scores that are agreements; other scores have intervals of their comparisons."""
+    if suite not in (HeldOutVectors.suite, TextsTask.suite):
+        return {}
+    resampled = {model: estimate.resampled for model, estimate in by_model.items()}
+    return {model: Interval.of(by_model[model].value, drawn) for model, drawn in resampled.items() if drawn is not None}
+
+
 def _compare_all(by_model: Mapping[str, Estimate]) -> list[Comparison]:
     """Compare all ordered pairs of models whose scores can be resampled."""
     found = []
     for model, ours in by_model.items():
         for other, theirs in by_model.items():
             if model != other and (gap := difference(ours, theirs)) is not None:
-                found.append(Comparison(model, other, gap))
+                found.append(Comparison(model, other, gap, ratio(ours, theirs)))
     return found

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from distcse.errors import EvaluationOptionError, EvaluationResultError
-from distcse.evaluation.bootstrap import Difference
+from distcse.evaluation.bootstrap import Interval
 from distcse.evaluation.suites import PUBLISHED
-from distcse.evaluation.tasks.agreement import TextsTask
+from distcse.evaluation.tasks.agreement import KEPT, HeldOutVectors, TextsTask
 from distcse.evaluation.tasks.retrieval import NDCG
 from distcse.storage import ArtifactStore, open_store
 
@@ -25,8 +25,13 @@ T = TypeVar("T")
 _RUN_SUFFIX = re.compile(r", (?:seed|run) \d+")
 
 
+_TEACHER = "teacher"
 _UNRANKED = "geometry"
 """The suite whose scores do not say which model is better."""
+_MAIN_MEASURES = {"retrieval": NDCG, TextsTask.suite: KEPT}
+"""Measures that say most about a suite; of other suites it is the first one."""
+_RANKS = {"retrieval": 0, "sts": 1, HeldOutVectors.suite: 3, TextsTask.suite: 4}
+"""Order of the suites by how much they say about a model; all others have rank 2."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,13 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Difference of one score between two models, with the 95 % interval of the paired bootstrap."""
+    """One score of two models, with 95 % intervals of the paired bootstrap."""
 
     model: str
     against: str
-    difference: Difference
+    difference: Interval
+    ratio: Interval | None = None
+    """The model's score in percent of the other's; None where the other's is not above 0 in every resample."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,17 @@ class Score:
     """Values by model, without the models that the measure does not apply to."""
     comparisons: Sequence[Comparison] = ()
     average: bool = False
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """By model, the interval of a score that is an agreement with another model, which has none itself."""
 
-    def against(self, model: str, other: str) -> Difference | None:
-        """Return the difference to another model; None if the score cannot be resampled."""
-        found = (c.difference for c in self.comparisons if (c.model, c.against) == (model, other))
-        return next(found, None)
+    def compared(self, model: str, other: str) -> Comparison | None:
+        """Return the comparison with another model; None if the score cannot be resampled."""
+        return next((c for c in self.comparisons if (c.model, c.against) == (model, other)), None)
+
+    def against(self, model: str, other: str) -> Interval | None:
+        """Return the difference from another model; None if the score cannot be resampled."""
+        found = self.compared(model, other)
+        return None if found is None else found.difference
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ class Evaluation:
 
     models: Sequence[ModelInfo]
     base: str
-    """Name of the model that tables compare the others with."""
+    """Name of the model that all tables compare the others with."""
     scores: Sequence[Score]
     details: Mapping[str, Mapping[str, Mapping[str, Any]]]
     """By suite, set and model: data for plots."""
@@ -95,21 +108,6 @@ class Evaluation:
     warnings: Sequence[str]
     settings: Mapping[str, str]
     seconds: float
-    references: Mapping[str, str] = field(default_factory=dict)
-    """By suite, the model that its tables compare with instead of `base`."""
-
-    def reference(self, suite: str) -> str:
-        """Return the name of the model that a suite's tables compare with."""
-        return self.references.get(suite, self.base)
-
-    @property
-    def compared_with(self) -> str:
-        """The models that tables compare with: `start`, or `start, retrieval: from teacher 1`."""
-        suites = dict.fromkeys(score.suite for score in self.scores)
-        others = {suite: name for suite in suites if (name := self.reference(suite)) != self.base}
-        if others.keys() == suites.keys() and len({*others.values()}) == 1:
-            return next(iter(others.values()))
-        return ", ".join([self.base, *(f"in {suite} from {name}" for suite, name in others.items())])
 
     def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
         """Return one score.
@@ -157,10 +155,34 @@ class Evaluation:
             raise EvaluationResultError(f"{file} contains no readable evaluation: {error}") from None
 
 
-def mean_ndcg(scores: Iterable[Score]) -> Score | None:
-    """Return the nDCG@10 of retrieval: its mean over the sets, or that of the only set; None if none was measured."""
-    found = [score for score in scores if score.suite == "retrieval" and score.measure == NDCG]
-    return next((score for score in found if score.average), found[0] if found else None)
+def headlines(scores: Iterable[Score]) -> list[Score]:
+    """Return the score of each suite that says which model is better: its main measure's average, or else that of its first set.
+
+    Retrieval comes first, STS second, and agreement, which needs no labels, last.
+    """
+    by_suite: dict[str, list[Score]] = {}
+    for score in scores:
+        if score.suite != _UNRANKED:
+            by_suite.setdefault(score.suite, []).append(score)
+    found = []
+    for suite, of_suite in by_suite.items():
+        main = next((score for score in of_suite if score.measure == _MAIN_MEASURES.get(suite)), of_suite[0])
+        found.append(next((s for s in of_suite if s.average and s.measure == main.measure), main))
+    return sorted(found, key=lambda score: _RANKS.get(score.suite, 2))
+
+
+def choose_reference(names: Sequence[str], scores: Iterable[Score] = (), teachers: Collection[str] = ()) -> str:
+    """Return the name of the model to compare the others with.
+
+    It is `teacher`; else the best of a run's `teachers` by the first of the `headlines` that one of them has; else the last
+    model whose name begins with "teacher"; else the first.
+    """
+    if _TEACHER in names:
+        return _TEACHER
+    for score in headlines(scores):
+        if known := [name for name in teachers if name in score.values]:
+            return max(known, key=score.values.__getitem__)
+    return next((name for name in reversed(names) if name.startswith(_TEACHER)), names[0])
 
 
 def averaged_sets(suite: str, measured: Collection[str]) -> list[str]:

@@ -11,6 +11,7 @@ from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.contamination import NOTICED_FROM
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import MEASURES, TITLES, grids, legend, markdown_table
+from distcse.report.verdict import explain, verdict
 from distcse.runs.result import ModelCard, Result
 from distcse.storage import open_store
 
@@ -35,11 +36,17 @@ def card_markdown(card: ModelCard, evaluation: Evaluation | None) -> str:
     parts = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {card.title}",
+        _verdict_of(card, evaluation),
         *card.sections,
         scores_markdown(evaluation),
         *card.closing,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _verdict_of(card: ModelCard, evaluation: Evaluation | None) -> str:
+    line = "" if evaluation is None else verdict(evaluation).get(card.evaluated_as, "")
+    return f"**{line}**\n\n{explain(evaluation)}" if evaluation and line else ""
 
 
 def model_index(card: ModelCard, evaluation: Evaluation | None) -> dict[str, Any]:
@@ -66,7 +73,10 @@ def model_index(card: ModelCard, evaluation: Evaluation | None) -> dict[str, Any
 
 def measure_name(score: Score) -> str:
     """Return what a score measures, for readers."""
-    return MEASURES.get(score.measure, f"{TITLES.get(score.suite, score.suite)}, {score.measure}")
+    known = (
+        {} if score.suite == "retrieval" else MEASURES
+    )  # its nDCG@10 has labels, not the teachers' cosines, as gains
+    return known.get(score.measure, f"{TITLES.get(score.suite, score.suite)}, {score.measure}")
 
 
 def scores_markdown(evaluation: Evaluation | None) -> str:

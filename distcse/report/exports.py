@@ -38,9 +38,8 @@ def scores_csv(evaluation: Evaluation) -> str:
     rows: list[Sequence[object]] = []
     for score in evaluation.scores:
         for model, value in score.values.items():
-            base = evaluation.reference(score.suite)
-            found = score.against(model, base)
-            compared = ("", "", "", "") if found is None else (base, found.value, found.low, found.high)
+            found = score.against(model, evaluation.base)
+            compared = ("", "", "", "") if found is None else (evaluation.base, found.value, found.low, found.high)
             numbers = [f"{number:.6g}" if isinstance(number, float) else number for number in (value, *compared)]
             overlap = f"{evaluation.overlap_fraction(score, model):.4g}"
             rows.append([score.suite, score.set, score.measure, model, *numbers, overlap])

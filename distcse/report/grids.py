@@ -12,8 +12,9 @@ import yaml
 
 from distcse.evaluation import Evaluation, ModelInfo, Score
 from distcse.evaluation.contamination import NOTICED_FROM, TRANSDUCTIVE_FROM
-from distcse.evaluation.results import Spread, compute_spreads, group_runs, has_repeated_runs, mean_ndcg
+from distcse.evaluation.results import Spread, compute_spreads, group_runs, has_repeated_runs, headlines
 from distcse.evaluation.suites import PUBLISHED
+from distcse.report.verdict import by_interest, score_name
 from distcse.tuning.final_evaluation import SummaryRow
 
 SPEED_COLUMNS = ("parameters", "MB", "dimensions", "sentences/s", "one sentence")
@@ -89,6 +90,17 @@ class Grid:
     set: str = ""
 
 
+def overview(evaluation: Evaluation) -> Grid:
+    """Return a table of each model's headline scores, size and speed, students first."""
+    scores, settings = headlines(evaluation.scores), evaluation.settings
+    rows = {
+        about.name: [*(_cell(evaluation, score, about.name) for score in scores), *map(Cell, size_and_speed(about))]
+        for about in by_interest(evaluation)
+    }
+    measured = f"Speed on {settings['device']} in {settings['precision']}" if "precision" in settings else ""
+    return Grid("", "Quality, size and speed", measured, [*map(score_name, scores), *SPEED_COLUMNS], rows)
+
+
 def grids(evaluation: Evaluation) -> list[Grid]:
     """Return the tables of an evaluation in the order of its suites, each followed by means over runs if there are several."""
     found: list[Grid] = []
@@ -125,10 +137,7 @@ def _shown(suite: str, measures: list[str]) -> list[str]:
 
 
 def legend(evaluation: Evaluation) -> list[str]:
-    """Return the meaning of the marks in an evaluation, a line for all models with the same overlap with a set.
-
-    Of retrieval, a line says how much of its reference's nDCG@10 each model keeps.
-    """
+    """Return the meaning of the marks in an evaluation, a line for all models with the same overlap with a set."""
     models: dict[tuple[str, float], list[str]] = {}
     for about in evaluation.models:
         for entry, share in about.contamination.items():
@@ -140,7 +149,6 @@ def legend(evaluation: Evaluation) -> list[str]:
             "pearson, spearman: correlations ×100 of the cosines of random pairs; kept@k: % of a text's k nearest neighbors "
             "that both models share"
         )
-    lines += _kept_ndcg(evaluation)
     for (name, share), of in models.items():
         line = f"{', '.join(of)}, {name}:"
         if share >= TRANSDUCTIVE_FROM:
@@ -149,15 +157,6 @@ def legend(evaluation: Evaluation) -> list[str]:
             line = f"{NOTICED} {line} {100 * share:.1f} %"
         lines.append(f"{line} of the set's sentences were in the training text")
     return lines
-
-
-def _kept_ndcg(evaluation: Evaluation) -> list[str]:
-    ndcg, reference = mean_ndcg(evaluation.scores), evaluation.reference("retrieval")
-    if ndcg is None or len(ndcg.values) < 2 or not (best_value := ndcg.values.get(reference)):
-        return []
-    kept = [f"{model} {100 * value / best_value:.1f} %" for model, value in ndcg.values.items() if model != reference]
-    best = " (the best teacher)" if reference != "teacher" and "retrieval" in evaluation.references else ""
-    return [f"{'mean ' if ndcg.average else ''}nDCG@10 relative to {reference}'s{best}: {'; '.join(kept)}"]
 
 
 def number(measure: str, value: float) -> str:
@@ -184,7 +183,7 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
         return Cell("–")
     value = score.values[model]
     best = min(score.values.values()) if score.measure in LOWER_IS_BETTER else max(score.values.values())
-    comparison = score.against(model, evaluation.reference(score.suite))
+    comparison = score.against(model, evaluation.base)
     difference = ""
     if comparison is not None:
         low, high = number(score.measure, comparison.low), number(score.measure, comparison.high)

@@ -13,20 +13,21 @@ from distcse import __version__
 from distcse.devices.host import installed_version
 from distcse.evaluation import Evaluation
 from distcse.evaluation.bootstrap import RESAMPLES
+from distcse.evaluation.results import compute_spreads, group_runs, headlines
 from distcse.report.exports import write_exports
 from distcse.report.grids import (
     NOTICED,
-    SPEED_COLUMNS,
     TRANSDUCTIVE,
     find_published,
     grids,
     legend,
     markdown_table,
-    number,
-    size_and_speed,
+    overview,
+    spread_text,
 )
 from distcse.report.history import History
 from distcse.report.plots import colour_of, pictures
+from distcse.report.verdict import by_interest, explain, score_name, verdict
 from distcse.storage import ArtifactStore, open_store
 
 _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
@@ -76,11 +77,14 @@ def _content(evaluation: Evaluation, history: History | None) -> dict[str, Any]:
     names = [about.name for about in evaluation.models]
     tables = [(grid, find_published(grid)) for grid in grids(evaluation)]
     sources = [f"{row.model}: {row.source}" for _, papers in tables for row, _ in papers]
-    title = history.name if history else " · ".join(names)
+    title = history.name if history else " · ".join(about.name for about in by_interest(evaluation))
     return {
         "title": title,
         "subtitle": _subtitle(evaluation, history),
+        "verdict": [*verdict(evaluation).values()],
+        "explanation": explain(evaluation),
         "tiles": _tiles(evaluation, history),
+        "overview": overview(evaluation),
         "marks": legend(evaluation),
         "mark_signs": (NOTICED, TRANSDUCTIVE),
         "evaluation": evaluation,
@@ -91,8 +95,6 @@ def _content(evaluation: Evaluation, history: History | None) -> dict[str, Any]:
         "history": history,
         "facts": _facts(evaluation, history),
         "markdown_table": markdown_table,
-        "speed_columns": SPEED_COLUMNS,
-        "size_and_speed": size_and_speed,
     }
 
 
@@ -105,15 +107,14 @@ def _subtitle(evaluation: Evaluation, history: History | None) -> str:
 
 
 def _tiles(evaluation: Evaluation, history: History | None) -> list[dict[str, str]]:
-    """Return the headline figures: the first suite's average (or first score) of every model, and the best dev score."""
+    """Return the headline figures: the first headline score of every model, students first, and the best dev score."""
     tiles = []
-    if evaluation.scores:
-        first = evaluation.scores[0]
-        same = [s for s in evaluation.scores if (s.suite, s.measure) == (first.suite, first.measure)]
-        shown = next((score for score in same if score.average), first)
+    for first in headlines(evaluation.scores)[:1]:
+        spreads = compute_spreads(first)
         tiles = [
-            {"name": model, "figure": number(shown.measure, value), "note": f"{shown.suite.upper()} {shown.set}"}
-            for model, value in shown.values.items()
+            {"name": name, "figure": spread_text(first.measure, spreads[name]), "note": score_name(first)}
+            for name in group_runs(about.name for about in by_interest(evaluation))
+            if name in spreads
         ]
     if history and history.best:
         step, score = history.best

@@ -112,18 +112,18 @@ def _cycles(cycles: Cycles) -> list[Picture]:
 
 
 def _differences(evaluation: Evaluation) -> Picture | None:
-    """Draw every model's difference from the base on the first suite's sets, with its confidence interval."""
+    """Draw every model's difference from the base, with its interval, on the first suite's sets, if there are several."""
     if not evaluation.scores:
         return None
     first = evaluation.scores[0]
     scores = [s for s in evaluation.scores if (s.suite, s.measure) == (first.suite, first.measure)]
-    base = evaluation.reference(first.suite)
+    base = evaluation.base
     others = [about.name for about in evaluation.models if about.name != base]
     found = {
         model: [(row, difference) for row, score in enumerate(scores) if (difference := score.against(model, base))]
         for model in others
     }
-    if not any(found.values()):
+    if len(scores) < 2 or not any(found.values()):
         return None
 
     def draw(axes: Axes) -> None:
@@ -143,8 +143,8 @@ def _differences(evaluation: Evaluation) -> Picture | None:
         axes.grid(axis="y", visible=False)
         legend_above(axes)
 
-    note = f"Points above {base}; lines are 95 % intervals of the paired bootstrap."
-    return Picture(f"Above {base}", note, svg("differences", draw, _rows_height(len(scores), len(found))))
+    note = "In points; lines are 95 % intervals of the paired bootstrap."
+    return Picture(f"Difference from {base}", note, svg("differences", draw, _rows_height(len(scores), len(found))))
 
 
 def _plane(evaluation: Evaluation) -> Picture | None:

@@ -11,6 +11,7 @@ from distcse.evaluation import Choice, Evaluation
 from distcse.report.exports import scores_tex
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.terminal import evaluation_text
+from distcse.report.verdict import verdict
 from distcse.storage import resolve_path
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Scores:
         return evaluation_text(self.evaluation)
 
     def _repr_markdown_(self) -> str:
-        lines: list[str] = []
+        lines = [*(f"- {line}" for line in verdict(self.evaluation).values()), ""]
         for grid in grids(self.evaluation):
             lines += [f"**{grid.title}**{f' ({grid.measure})' if grid.measure else ''}", "", *markdown_table(grid), ""]
         return "\n".join([*lines, *(f"- {line}" for line in legend(self.evaluation))])

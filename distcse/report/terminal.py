@@ -14,6 +14,7 @@ from rich.text import Text
 
 from distcse.evaluation import Choice, Evaluation
 from distcse.report.grids import SPEED_COLUMNS, Grid, grids, legend, row_title, size_and_speed, spread_text
+from distcse.report.verdict import explain, verdict
 from distcse.runs.distillation.dev_ensemble import EnsembleScores
 from distcse.teachers.comparison import NEAREST, TeacherComparison
 from distcse.tuning.final_evaluation import SummaryRow
@@ -29,13 +30,15 @@ def evaluation_text(evaluation: Evaluation) -> str:
 
 
 def print_evaluation(evaluation: Evaluation, console: Console | None = None) -> None:
-    """Print the tables of an evaluation: a row per model, with its difference from the base under it."""
+    """Print the verdict of an evaluation and its tables: a row per model, with its difference from the base under it."""
     console, shown = console or _for_tables(), grids(evaluation)
+    if lines := [*verdict(evaluation).values()]:
+        console.print("\n".join(["", *lines, explain(evaluation)]), highlight=False, markup=False, soft_wrap=True)
     for grid in shown:
         console.print(f"\n{grid.title}{f' ({grid.measure})' if grid.measure else ''}", highlight=False, markup=False)
         console.print(_table(grid))
     if any(cell.difference for grid in shown for cells in grid.rows.values() for cell in cells):
-        line = f"Under each row: difference from {evaluation.compared_with} and its 95 % confidence interval (paired bootstrap)."
+        line = f"Under each row: difference from {evaluation.base} and its 95 % confidence interval (paired bootstrap)."
         console.print(f"\n{line} * marks intervals without 0.", markup=False, highlight=False, soft_wrap=True)
     for line in legend(evaluation):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from distcse.devices.device import speed_of
-from distcse.errors import EvaluationOptionError
+from distcse.errors import EvaluationOptionError, nearest
 from distcse.evaluation import (
     Candidate,
     Contamination,
@@ -28,6 +28,7 @@ from distcse.evaluation import (
     parse_suites,
     reporting,
 )
+from distcse.evaluation.results import choose_reference
 from distcse.evaluation.tasks.sts import Aggregate
 from distcse.evaluation.vector_formats import VectorFormat
 from distcse.events import Reporter
@@ -43,7 +44,7 @@ from distcse.preflight.warnings import (
 from distcse.recipe import EncoderSection
 from distcse.text.token_table import SampledTokens
 
-_IN_MEMORY, _TEACHER = "in memory", "teacher"
+_IN_MEMORY = "in memory"
 _SAMPLED_TEXTS = 1000
 """The first texts of the user, which show whether a tokenizer knows them."""
 
@@ -66,6 +67,7 @@ def measure_named_models(
     timed: bool,
     limits: Limits,
     load_options: LoadOptions,
+    against: str | None,
     dry_run: bool,
     reporter: Reporter,
 ) -> Evaluation:
@@ -80,9 +82,12 @@ def measure_named_models(
     sources: Mapping[str, Model] = models if isinstance(models, Mapping) else parse_models(models)
     if not sources:
         raise EvaluationOptionError("there is no model to measure; name at least one")
-    base = _TEACHER if _TEACHER in sources else next(iter(sources))
-    reference = base if len(sources) > 1 else None
-    own = [] if texts is None else [TextsTask.of(texts, reference)]
+    base = choose_reference([*sources]) if against is None else against
+    if base not in sources:
+        raise EvaluationOptionError(
+            f"--against {base}: there is no model {base!r}{nearest(base, sources)}; the models are {', '.join(sources)}"
+        )
+    own = [] if texts is None else [TextsTask.of(texts, base if len(sources) > 1 else None)]
     custom = [CustomSet.parse(text) for text in add]
     tasks = collect(data, parse_suites(list(suites)) if data else [], custom, aggregate, own)
     tasks.timed_texts = [text for task in own for text in task.texts]

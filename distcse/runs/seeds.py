@@ -51,10 +51,11 @@ def merged(evaluations: Mapping[int, Evaluation]) -> Evaluation:
     for run in runs:
         for score in run.scores:
             before = scores.setdefault((score.suite, score.set, score.measure), score)
+            intervals = {**score.intervals, **before.intervals}
             comparisons = {(each.model, each.against): each for each in (*score.comparisons, *before.comparisons)}
             merged_values = {**score.values, **before.values}
             scores[score.suite, score.set, score.measure] = replace(
-                before, values=merged_values, comparisons=[*comparisons.values()]
+                before, values=merged_values, comparisons=[*comparisons.values()], intervals=intervals
             )
         for suite, sets in run.details.items():
             for name, of_models in sets.items():
@@ -90,6 +91,7 @@ def _renamed(evaluation: Evaluation, names: Mapping[str, str]) -> Evaluation:
             replace(
                 score,
                 values={new(name): value for name, value in score.values.items()},
+                intervals={new(name): interval for name, interval in score.intervals.items()},
                 comparisons=[
                     replace(each, model=new(each.model), against=new(each.against)) for each in score.comparisons
                 ],
@@ -100,5 +102,4 @@ def _renamed(evaluation: Evaluation, names: Mapping[str, str]) -> Evaluation:
             suite: {key: {new(name): found for name, found in models.items()} for key, models in sets.items()}
             for suite, sets in evaluation.details.items()
         },
-        references={suite: new(name) for suite, name in evaluation.references.items()},
     )

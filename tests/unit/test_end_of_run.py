@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -76,13 +77,14 @@ def test_the_commands_of_several_models_name_the_first_one(
         for kind in ("bi", "cross")
     ]
     lines = commands_for(Run(MutualResult.of(recipe, run, best, {}, 60, False, None)))
-    assert f"evaluate student={run.path}/models/one/bi start={tiny('bert')} --pooling mean --texts FILE" in "\n".join(
-        lines
+    command = (
+        f"evaluate student={run.path}/models/one/bi start={tiny('bert')} --against start --pooling mean --texts FILE"
     )
+    assert command in "\n".join(lines)
     assert not any("SentenceTransformer" in line for line in lines)
 
 
-def test_retrieval_is_compared_with_the_best_teacher(
+def test_a_run_is_compared_with_its_best_teacher(
     recipe_with: Callable[..., Recipe],
     labelled: Path,
     tmp_path: Path,
@@ -99,18 +101,24 @@ def test_retrieval_is_compared_with_the_best_teacher(
     ):
         (data / "retrieval" / "find" / f"{name}.tsv").write_text("\n".join([header, *rows]))
     changes = ("training.max_steps=1", "evaluation.dev=none", f"evaluation.data={data}")
-    for suites, line in (("retrieval", "{}"), ("sts,retrieval", "start, in retrieval from {}")):
+    for suites, measure in (("retrieval", "ndcg@10"), ("sts,retrieval", "ndcg@10"), ("sts", "all")):
         evaluation = run(recipe_with(*changes, f"evaluation.final_suites=[{suites}]"), Reporter()).evaluation
         assert evaluation is not None
-        ndcg = next(score for score in evaluation.scores if score.measure == "ndcg@10")
-        best = max(("teacher 0", "teacher 1"), key=ndcg.values.__getitem__)
-        assert (evaluation.reference("retrieval"), evaluation.reference("sts")) == (best, "start")
-        assert f"retrieval,find,ndcg@10,student,{ndcg.values['student']:.6g},{best}," in scores_csv(evaluation)
+        first = next(s for s in evaluation.scores if s.measure == measure and (s.average or s.suite == "retrieval"))
+        best = max(("teacher 0", "teacher 1"), key=first.values.__getitem__)
+        assert evaluation.base == best
+        assert f"{first.suite},{first.set},{measure},student,{first.values['student']:.6g},{best}," in scores_csv(
+            evaluation
+        )
         print_evaluation(evaluation)
         shown = capsys.readouterr().out
-        assert f"difference from {line.format(best)} and" in shown
-        share = 100 * ndcg.values["student"] / ndcg.values[best]
-        assert f"relative to {best}'s (the best teacher): " in shown and f"student {share:.1f} %" in shown
+        assert f"difference from {best} and" in shown
+        share = 100 * first.values["student"] / first.values[best]
+        (line,) = (line for line in shown.splitlines() if line.startswith(f"Compared with {best}."))
+        verdict = shown.lstrip().splitlines()[0]
+        assert re.match(rf"student (keeps|reaches) {share:.1f} % \[[\d.]+, [\d.]+\] of {best}'s ", verdict)
+        assert ("nDCG@10" in verdict, "STS Spearman" in verdict) == ("retrieval" in suites, "sts" in suites)
+        assert re.search(r", [\d.]+x as fast, [\d.]+ MB", verdict) and "bootstrap" in line
 
 
 def test_the_only_teacher_is_not_compared_with_itself(

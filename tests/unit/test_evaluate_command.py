@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import signal
 import statistics
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ from distcse.evaluation.tasks.agreement import MAX_TEXTS, nearest
 from distcse.events import Event, StageProgress
 from distcse.models import Encoder
 from distcse.report.progress import JsonView
+from distcse.report.verdict import verdict
 from tests.commands import command
 from tests.failures import fails_with
 
@@ -103,6 +105,7 @@ def test_runs_with_one_name_are_averaged(called: Called) -> None:
     runs = [values["row, run 1"], values["row, run 2"]]
     assert f"{statistics.fmean(runs):.2f} ± {statistics.stdev(runs):.2f}" in row
     assert f"{values['other']:.2f}" in other and "±" not in other
+    assert called.shown.lstrip().startswith("other ") and "\nCompared with row, run 1." in called.shown
     assert all(title in (called.out / page).read_text() for page in ("report.html", "report.md"))
 
 
@@ -246,6 +249,11 @@ def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callabl
         ("{tiny} --data {data}/nowhere", EvaluationDataError, "{data}/nowhere"),
         ("{tiny} --data {data}", EncoderSettingError, "pooling"),
         ("a={tiny} a={tiny} --data {data}", EvaluationOptionError, "name a"),
+        (
+            "ab={tiny} b={tiny} --data {data} --against a",
+            EvaluationOptionError,
+            "did you mean 'ab'?; the models are ab, b",
+        ),
         ("{tiny} --data {data} --out /proc/no", EvaluationResultError, "/proc/no"),
         ("{tiny} --data {data} --pooling mean --max-mb 0", EvaluationOptionError, "above 0"),
         ("{tiny} --data {data} --pooling mean --max-ms nan", EvaluationOptionError, "above 0"),
@@ -451,19 +459,41 @@ def test_one_command_shows_agreement_size_and_speed(
     shown = capsys.readouterr().out
     assert "Agreement on texts, texts.txt, with teacher" in shown and "sentences/s" in shown and "kept@k: %" in shown
     assert "difference from" not in shown  # the teacher has no row
+    kept, size = (
+        next(e for e in events if e.get("measure") == "kept@10")["values"]["student"],
+        sizes["student"]["size_bytes"],
+    )
+    line = rf"student keeps {kept:.1f} % \[[\d.]+, [\d.]+\] of the teacher's ten nearest neighbors, [\d.]+x as fast, "
+    assert re.match(rf"\n{line}{size / 1e6:.1f} MB(.*)?\nCompared with teacher. In brackets: 95 % intervals", shown)
 
 
 def test_all_tables_compare_with_the_same_model(
     texts: Path, labelled: Path, tiny: Callable[..., Path], tiny_cross: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the one that is called teacher, or with the first; a cross-encoder has no neighbors."""
+    """The one that is named, or called teacher, or the last that begins so, or the first; a cross-encoder has no neighbors."""
     options = ["--texts", str(texts), "--data", str(labelled), "--suite", "sts", "--pooling", "mean"]
-    for names, reference in ((("student", "teacher"), "teacher"), (("a", "b"), "a")):
+    for names, against, reference in (
+        (("student", "teacher"), [], "teacher"),
+        (("teacher one", "teacher two"), [], "teacher two"),
+        (("a", "b"), [], "a"),
+        (("teacher", "b"), ["--against", "b"], "b"),
+    ):
         models = [f"{name}={model}" for name, model in zip(names, (tiny("bert"), tiny_cross), strict=True)]
-        assert main([*models, *options, "--precision", "fp32"]) == 0
+        assert main([*models, *options, *against, "--precision", "fp32"]) == 0
         shown = capsys.readouterr().out
         assert f"Agreement on texts, texts.txt, with {reference}" in shown and "kept@10" not in shown
-        assert f"difference from {reference} and" in shown
+        assert f"difference from {reference} and" in shown and f"\nCompared with {reference}." in shown
+
+
+def test_the_verdict_of_several_runs_has_their_mean_and_standard_deviation(called: Called) -> None:
+    """Whichever the model is that they are compared with; a run of that name has no line."""
+    evaluation, values = Evaluation.read(called.out / "evaluation.json"), called.values()
+    average = next(score for score in evaluation.scores if score.average and score.suite == "sts").values
+    shares = [100 * average[f"row, run {number}"] / average["other"] for number in (1, 2)]
+    found = verdict(replace(evaluation, base="other"))["row"]
+    assert values.keys() == average.keys()
+    assert f" {statistics.fmean(shares):.1f} ± {statistics.stdev(shares):.1f} % of other's STS Spearman" in found
+    assert "row" not in verdict(evaluation) and "other" in verdict(evaluation)
 
 
 def test_the_reference_can_be_chosen(texts: Path, tiny: Callable[..., Path]) -> None:

@@ -33,6 +33,7 @@ from distcse.evaluation.bootstrap import (
     MeanOf,
     SpearmanOf,
     difference,
+    ratio,
     resample,
     weighted_ranks,
 )
@@ -327,6 +328,15 @@ def test_difference_is_paired_and_deterministic() -> None:
     assert difference(SpearmanOf(GOOD, GOLD, "x"), SpearmanOf(BAD, GOLD, "x")) == gap
     same = difference(good, SpearmanOf(3 * GOOD + 1, GOLD, "x"))
     assert same is not None and (same.value, same.low, same.high) == (0, 0, 0) and not same.is_significant
+
+
+def test_a_ratio_is_paired_and_needs_a_score_above_0() -> None:
+    good, bad = (SpearmanOf(values, GOLD, "x") for values in (GOOD, BAD))
+    found = ratio(bad, good)
+    assert found is not None and found.value == pytest.approx(100 * bad.value / good.value)
+    low, high = np.percentile([100 * a / b for a, b in zip(bad.resampled, good.resampled, strict=True)], [2.5, 97.5])
+    assert (found.low, found.high) == pytest.approx((low, high)) and low < found.value < high
+    assert ratio(good, SpearmanOf(-GOOD, GOLD, "x")) is None and ratio(good, Fixed(1.0)) is None
 
 
 def test_interval_covers_the_true_difference() -> None:

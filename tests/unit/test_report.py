@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation
@@ -82,11 +83,12 @@ def test_page_has_all_scores_charts_and_sources_and_needs_no_network(
         for cells in grid.rows.values():
             assert all(cell.text in text for cell in cells)
     for content in (
-        *("Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity"),
+        *("Loss", "Dev score: STS-B dev", "Difference from teacher", "Alignment and uniformity"),
         *("Ranking: Kendall&#39;s τ-b", "Ranking: NDCG"),
         *("Resolved recipe of", "inference, s", "Not measured, and not part of any average: STS13: no ", "torch"),
         *("the published set 3,108", "‡</span>", "transductive", history.circumstances["corpus"]),
         *("RankCSE ListMLE", "Chuang et al. 2022, §6.2"),
+        *("Compared with teacher.", "Quality, size and speed", "Speed on cpu in fp32"),
     ):
         assert content in text, content
     assert text.count('<span class="tag">published</span>') == text.count('<tr class="published">') > 3
@@ -143,11 +145,23 @@ def test_page_in_chromium_on_a_phone_and_on_paper(page: Path) -> None:
                 colours.append(tab.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{style}"))
             assert _contrast(*colours[-3:-1]) > 10
         assert len({*colours}) == 6, "the dark scheme has other colours"
+        tops = [tab.locator(name).first.bounding_box()["y"] for name in (".verdict", ".tiles", "table", "h2")]
+        overview = tab.locator("table").first.bounding_box()
+        assert tops == sorted(tops) and overview["y"] + overview["height"] < 900, "they are on the first screen"
+        assert tab.locator(".tiles li").first.inner_text().startswith("student")
+        widths = {tab.locator(name).first.bounding_box()["width"] for name in ("table", ".pictures")}
+        assert len(widths) == 1, "charts are as wide as tables"
         boxes = [figure.bounding_box() for figure in tab.locator("figure svg").all()]
         assert len(boxes) >= 6 and all(box["width"] > 200 and box["height"] > 100 for box in boxes)
         assert problems == [] and requested and all(url.startswith("file:") for url in requested)
         tab.set_viewport_size({"width": 360, "height": 740})
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360  # wide tables scroll, the page does not
+        wide, right = tab.locator(".scroll").first, []
+        for scroll in (0, 10_000):
+            wide.evaluate(f"scroller => scroller.scrollLeft = {scroll}")
+            right.append(imread(io.BytesIO(wide.screenshot()))[:, -1, :3])
+        shaded = (abs(right[0] - right[1]) > 0.1).any(axis=1)
+        assert shaded.mean() > 0.9, "a shadow hints at columns to the right, and is gone at the table's end"
         size = tab.evaluate("getComputedStyle(document.querySelector('td')).fontSize")
         assert float(size.removesuffix("px")) >= 14
         assert tab.locator("figure svg text").first.bounding_box()["height"] > 8
@@ -167,6 +181,34 @@ def _contrast(one: str, other: str) -> float:
 
     bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (bright + 0.05) / (dark + 0.05)
+
+
+def test_pages_card_and_terminal_begin_with_the_same_verdict(
+    measured: Evaluation, history: History, result: StudentResult, page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shares and their intervals are those of the scores; the student is compared with its teacher, not with its start."""
+    write_cards(result)
+    print_evaluation(measured)
+    line, explanation = capsys.readouterr().out.strip().splitlines()[:2]
+    assert line.startswith("student ") and "start" not in line and explanation.startswith("Compared with teacher.")
+    score = next(score for score in measured.scores if score.measure == "all" and score.average)
+    compared, ratio = score.compared("student", "teacher"), 100 * score.values["student"] / score.values["teacher"]
+    assert compared is not None and compared.ratio is not None and compared.ratio.value == pytest.approx(ratio)
+    share = f"{ratio:.1f} % [{compared.ratio.low:.1f}, {compared.ratio.high:.1f}]"
+    assert f" {share} of the teacher's STS Spearman (average of 2 of 7), " in line
+    assert "nDCG@10" not in line, "the teacher finds nothing"
+    about = {model.name: model for model in measured.models}
+    assert about["student"].sentences_per_s and about["teacher"].sentences_per_s
+    assert f", {about['student'].sentences_per_s / about['teacher'].sentences_per_s:.1f}x as fast, " in line
+    for text in (page.read_text().replace("&#39;", "'"), markdown(measured, history)):
+        assert (
+            text.index(history.name)
+            < text.index(line)
+            < text.index(explanation)
+            < text.index("Trained and measured in")
+        )
+    card = (result.directory.model / "README.md").read_text()
+    assert card.partition("\n# ")[2].splitlines()[2] == f"**{line}**"
 
 
 def test_card_has_the_tables_and_their_marks_and_no_local_path(result: StudentResult) -> None:

@@ -132,6 +132,8 @@ def _centred_ranks(similarities: NDArray[np.floating]) -> NDArray[np.float64]:
 
 NEIGHBORS = (1, 10)
 """Numbers of nearest neighbors that are compared."""
+KEPT = f"kept@{max(NEIGHBORS)}"
+"""The measure that says most about texts without labels."""
 MAX_TEXTS = 5000
 """Distinct texts that are compared: their cosines take 100 MB."""
 MIN_TEXTS = max(NEIGHBORS) + 2
