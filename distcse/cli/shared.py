@@ -82,6 +82,7 @@ def add_command(
         help=COMMANDS[name],
         description=description,
         epilog=f"Example: %(prog)s {example}. {STATUSES}",
+        allow_abbrev=False,
     )
     parser.set_defaults(run=run, kept=kept)
     return parser

@@ -244,7 +244,7 @@ def test_the_way_from_the_command_to_the_loss_is_short(
         "main",  # cli
         "exit_status",
         "_train",
-        "run",  # api.py
+        "run",  # api
         "run",  # Distillation
         "train",  # LocalBackend
         "train_student",  # distillation_task.py
