@@ -9,6 +9,9 @@ reused. `nearest` suggests, at the end of a message, the name that was probably 
 from __future__ import annotations
 
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -38,6 +41,35 @@ def first_line(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's message, or the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
+_NOT_READ = (sysconfig.get_path("stdlib"), "<frozen ")
+"""Beginnings of the names of files that nobody corrects."""
+
+
+def failing_line(error: BaseException, caller: str) -> str | None:
+    """Return `FILE, line N` of the code that raised an error below the file `caller`; None if the call itself failed.
+
+    It is the innermost line of the user's code, or else of a package; Python's and PyTorch's own lines are left out.
+    """
+    files = traceback.extract_tb(error.__traceback__)
+    installed = f"{os.sep}site-packages{os.sep}"
+    below = [
+        frame
+        for frame in files
+        if frame.filename != caller
+        and f"{installed}torch{os.sep}" not in frame.filename
+        and (installed in frame.filename or not frame.filename.startswith(_NOT_READ))
+    ]
+    package = os.path.dirname(__file__)
+    own = [frame for frame in below if installed not in frame.filename and not frame.filename.startswith(package)]
+    return next((f"{frame.filename}, line {frame.lineno}" for frame in reversed(own or below)), None)
+
+
+def described(error: BaseException, caller: str | None = None) -> str:
+    """Return an error's type and text on one line, and its `failing_line` below a file, if one is given."""
+    line = None if caller is None else failing_line(error, caller)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{f'; correct {line}' if line else ''}"
 
 
 class RecipeError(DistcseError, code="DCSE-R00"):

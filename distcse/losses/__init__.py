@@ -10,13 +10,14 @@ average gradients instead, and therefore multiply the share by W.
 from distcse.losses.consistency import Consistency, jensen_shannon, negative_entropy
 from distcse.losses.detection import ReplacedTokenDetection, detection
 from distcse.losses.info_nce import InfoNCE, info_nce, negative_weights
-from distcse.losses.objective import Objective, build_objective, try_terms
+from distcse.losses.objective import TRIED_WIDTH, Objective, build_objective, try_terms
 from distcse.losses.rank import ListMLE, ListNet, drop_positive, list_mle, list_net
 from distcse.losses.rank_regression import RankRegression, squared_errors
 from distcse.losses.regression import Regression, cosine_errors, squared_distances
 from distcse.losses.views import Detection, TeacherOutputs, Views, gather_views, mix_lists
 
 __all__ = [
+    "TRIED_WIDTH",
     "Consistency",
     "Detection",
     "InfoNCE",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from distcse.devices.distributed import all_reduce_sum
-from distcse.errors import CustomClassError
+from distcse.errors import CustomClassError, described, failing_line
 from distcse.losses.views import TeacherOutputs, Views, unit
 from distcse.recipe import ObjectiveSection
 from distcse.recipe.names import load_class
@@ -18,8 +19,8 @@ from distcse.recipe.objective import HINGE_TERMS, CustomLossSection, LossSection
 
 _TRIED_SIMILARITIES = 2**20
 """Most similarities, R·C, of a batch that terms are tried on; of a larger global batch, R is a part."""
-_TRIED_WIDTH = 16
-"""Dimension of the views that terms are tried on."""
+TRIED_WIDTH = 16
+"""Dimension of the views that terms are tried on where no student says another."""
 _SIGNATURE = "write forward(self, views, teachers), called with Views and TeacherOutputs"
 
 
@@ -28,7 +29,7 @@ class Objective(nn.Module):
 
     Args:
         terms: Name -> module, called with `Views` and `TeacherOutputs`. It returns this worker's share, or its share and
-            further values to report.
+            further values to report. Its parameters and buffers are those of this module.
         weights: Name -> weight.
         combine: `sum` (default); or `hinge`, where only the larger of InfoNCE and rank regression is added to the others.
         needs: What the terms need. Default: only the views.
@@ -42,7 +43,9 @@ class Objective(nn.Module):
         needs: Collection[Need] = (),
     ) -> None:
         super().__init__()
-        self.terms = dict(terms)  # not a ModuleDict, which does not allow every name; terms have no parameters
+        self.terms = dict(terms)
+        for name, term in terms.items():  # a recipe's name may have dots, or be that of one of the module's attributes
+            self.add_module(f"term:{name.replace('.', ':')}", term)
         self.weights = weights
         self.combine = combine
         self.needs = frozenset(needs)
@@ -121,16 +124,18 @@ def _build_term(key: str, loss: LossSection, tau1: float) -> nn.Module:
     class_path, arguments = loss.term(tau1)
     place = _class_place(key, loss)
     term_class = load_class(class_path, place)
+    given = f"{key}.kwargs" if isinstance(loss, CustomLossSection) else f"what {type(loss).__name__}.term returns"
+    return create_term(term_class, arguments, f"{place}: {class_path}", given)
+
+
+def create_term(term_class: type, arguments: Mapping[str, Any], place: str, given: str) -> nn.Module:
+    """Create a term in float32, the type of all trained weights; `place` and `given` name class and arguments in errors."""
     if not issubclass(term_class, nn.Module):
-        raise CustomClassError(f"{place} is {class_path}, which is not a torch.nn.Module; subclass it")
+        raise CustomClassError(f"{place} is not a torch.nn.Module; subclass it")
     try:
-        term = term_class(**arguments)
-    except TypeError as error:
-        given = f"{key}.kwargs" if isinstance(loss, CustomLossSection) else f"what {type(loss).__name__}.term returns"
-        raise CustomClassError(f"{key}: {class_path} does not accept {given}: {error}") from None
-    if any(True for _ in term.parameters()):
-        raise CustomClassError(f"{place}: {class_path} has parameters, which no optimizer would train; remove them")
-    return term
+        return term_class(**arguments).float()
+    except Exception as error:
+        raise CustomClassError(f"{place} cannot be created with {given}: {described(error, __file__)}") from error
 
 
 def _class_place(key: str, loss: LossSection) -> str:
@@ -138,48 +143,96 @@ def _class_place(key: str, loss: LossSection) -> str:
     return f"{key}.class_path" if isinstance(loss, CustomLossSection) else f"the class of {key}"
 
 
-def try_terms(objective: Objective, section: ObjectiveSection, batch_size: int) -> None:
-    """Call each term once, on random views and teacher outputs of a global batch.
+def try_terms(objective: Objective, section: ObjectiveSection, batch_size: int, width: int = TRIED_WIDTH) -> None:
+    """Call each term once, on random views and teacher outputs of a global batch, and differentiate its share.
 
     `detection` needs a model's output, and is not called.
 
+    Args:
+        objective: The terms.
+        section: Their settings.
+        batch_size: C, number of sentences of the global batch.
+        width: d, dimension of the views, which a term with a projection depends on. Default: 16.
+
     Raises:
-        CustomClassError: A term fails, or returns no share of the loss.
+        CustomClassError: A term fails, returns no share of the loss, or its share or a gradient is not finite.
     """
-    generator = torch.Generator().manual_seed(0)
     rows = min(batch_size, max(1, _TRIED_SIMILARITIES // batch_size))
-    all_z1, all_z2 = (torch.randn(batch_size, _TRIED_WIDTH, generator=generator, requires_grad=True) for _ in range(2))
-    lists = torch.rand(rows, batch_size, generator=generator) if objective.needs_lists else None
-    targets = unit(torch.randn(rows, _TRIED_WIDTH, generator=generator)) if objective.needs_targets else None
-    scores = torch.rand(1, rows - 1, generator=generator) if objective.needs_scores else None  # of one query
-    # All rows as the same tensor, as with one worker (see `Views.reverse`).
-    z1, z2 = (all_z1, all_z2) if rows == batch_size else (all_z1[:rows], all_z2[:rows])
-    views, teachers = Views(z1, z2, all_z1, all_z2), TeacherOutputs(lists, targets, scores)
+    views, teachers = random_batch(batch_size, width, objective.needs, rows)
     for key, loss in section.active_terms.items():
         if "detector" not in loss.needs:
             place = f"{_class_place(f'objective.{key}', loss)}: {loss.term(section.tau1)[0]}"
-            _try_term(place, objective.terms[key.removeprefix("custom.")], views, teachers)
+            try_term(objective.terms[key.removeprefix("custom.")], views, teachers, place)
 
 
-def _try_term(place: str, term: nn.Module, views: Views, teachers: TeacherOutputs) -> None:
-    try:
-        with torch.random.fork_rng(devices=[]):
-            result = term(views, teachers)
-    except Exception as error:
-        # Without a line of the term's own, the call itself failed: there is no forward, or it takes other arguments.
-        frames = traceback.extract_tb(error.__traceback__)[1:]
-        own = [frame for frame in frames if not frame.filename.startswith(os.path.dirname(torch.__file__))]
-        fix = f"correct {own[-1].filename}, line {own[-1].lineno}" if own else _SIGNATURE
+def random_batch(
+    columns: int, width: int, needs: Collection[Need], rows: int, groups: int = 1
+) -> tuple[Views, TeacherOutputs]:
+    """Return random views of C columns and d dimensions for the worker with the first R rows, and its teachers' outputs.
+
+    Its rows are G groups, each a query with its candidates. Two calls return equal numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    z1, z2 = (torch.randn(columns, width, generator=generator, requires_grad=True) for _ in range(2))
+    lists = torch.rand(rows, columns, generator=generator) if "lists" in needs else None
+    targets = unit(torch.randn(rows, width, generator=generator)) if "vectors" in needs else None
+    scores = torch.rand(groups, rows // groups - 1, generator=generator) if "candidates" in needs else None
+    # All rows as the same tensor, as with one worker (see `Views.reverse`).
+    own_z1, own_z2 = (z1, z2) if rows == columns else (z1[:rows], z2[:rows])
+    return Views(own_z1, own_z2, z1, z2), TeacherOutputs(lists, targets, scores)
+
+
+def try_term(term: nn.Module, views: Views, teachers: TeacherOutputs, place: str) -> dict[str, Tensor]:
+    """Call a term and differentiate its share.
+
+    Returns:
+        The share, as `its share`, and its gradients, as `the gradient of …`, for the global batch's views and the term's
+        parameters; errors name them so.
+
+    Raises:
+        CustomClassError: The term fails, returns no share of the loss, or one of these is not finite; `place` names the term.
+    """
+    if any(isinstance(parameter, UninitializedParameter) for parameter in term.parameters()):
         raise CustomClassError(
-            f"{place} fails on a batch of random views: {type(error).__name__}: {error}; {fix}"
-        ) from error
+            f"{place} has lazy parameters, which have no size before the first step; give their sizes"
+        )
+    with _failures_of(place), torch.random.fork_rng(devices=[]):
+        result = term(views, teachers)
     share = result[0] if isinstance(result, tuple) else result
-    if not (isinstance(share, Tensor) and share.ndim == 0 and share.requires_grad):
+    trained = {name: parameter for name, parameter in term.named_parameters() if parameter.requires_grad}
+    inputs = {"views.z1": views.all_z1, "views.z2": views.all_z2, **{f"parameter {n}": p for n, p in trained.items()}}
+    gradients: Sequence[Tensor | None] = [None, None]
+    if isinstance(share, Tensor) and share.ndim == 0 and share.requires_grad:
+        with _failures_of(place):
+            gradients = torch.autograd.grad(share, list(inputs.values()), retain_graph=True, allow_unused=True)
+    if gradients[0] is None and gradients[1] is None:
         found = f"a tensor of shape {tuple(share.shape)}" if isinstance(share, Tensor) else type(share).__name__
         raise CustomClassError(
-            f"{place} returns {found}{' without gradient' if isinstance(share, Tensor) else ''}; return this worker's "
-            "share of the loss, a scalar that depends on the views: the sum over its rows divided by views.columns"
+            f"{place} returns {found}{' without gradient for the views' if isinstance(share, Tensor) else ''}; return this "
+            "worker's share of the loss, a scalar that depends on the views: the sum over its rows divided by views.columns"
         )
+    values = {"its share": share.detach()}
+    for (name, tensor), gradient in zip(inputs.items(), gradients, strict=True):
+        if gradient is None and name.startswith("parameter"):
+            raise CustomClassError(f"{place} does not use its {name}; use it at every call, or remove or freeze it")
+        values[f"the gradient of {name}"] = torch.zeros_like(tensor) if gradient is None else gradient
+    for name, value in values.items():
+        if not bool(value.isfinite().all()):
+            raise CustomClassError(
+                f"{place}: {name} is not finite on a batch of random views; avoid division by 0, and roots and logarithms of 0"
+            )
+    return values
+
+
+@contextmanager
+def _failures_of(place: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        # Without a line of the term's own, the call itself failed: there is no forward, or it takes other arguments.
+        line = failing_line(error, __file__)
+        fix = f"correct {line}" if line else _SIGNATURE
+        raise CustomClassError(f"{place} fails on a batch of random views: {described(error)}; {fix}") from error
 
 
 @torch.no_grad()

@@ -88,6 +88,12 @@ class ModelFolder:
         config.return_dict = True  # as sentence-transformers asks for in each call
         return config
 
+    def dimension(self) -> int:
+        """Return the dimension of the model's vectors, which its configuration files say."""
+        sizes = [shape.out_features for _, shape in self.layout.head if shape is not None]
+        size = sizes[-1] if sizes else int(self.load_config().hidden_size)
+        return min(size, self.layout.truncate_dim or size)
+
     @without_noise()
     def load_tokenizer(self) -> Any:
         """Load the fast tokenizer, with the folder's settings of it."""

@@ -11,7 +11,7 @@ from typing import Annotated, overload
 from pydantic import AfterValidator
 
 from distcse.devices.host import PACKAGE
-from distcse.errors import CustomClassError
+from distcse.errors import CustomClassError, described
 from distcse.storage import is_uri
 
 
@@ -118,6 +118,10 @@ def load_class(code: str, key: str) -> type:
             f"{key} is {code}, but there is no module {lacking.name!r} to import; install it, or put its folder on PYTHONPATH "
             "(for a Ray job: --working-dir)"
         ) from None
+    except Exception as error:
+        raise CustomClassError(
+            f"{key} is {code}, whose module cannot be imported: {described(error, __file__)}"
+        ) from error
     if not isinstance(found, type):
         raise CustomClassError(f"{key} is {code}, but module {module} has no class {name}")
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from distcse.devices.distributed import on_all_ranks, rank
-from distcse.errors import RunError
+from distcse.errors import ResumeMismatchError, RunError
 from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
 from distcse.training.checkpoint_files import TrainerState, load_trainer_state
@@ -64,6 +64,7 @@ def train(
         DivergedError: A loss, a dev score or a weight is not finite. The previous checkpoint remains the latest.
         StorageWriteError: A checkpoint cannot be written. The previous one remains the latest.
         CheckpointError: There are checkpoints, but all are damaged.
+        ResumeMismatchError: The checkpoint has other weights than the model.
         CUDAGraphError: `cuda_graphs` is on, and the step cannot be recorded.
         OutOfMemoryError: A step needs more memory than the device has.
         RunTakenOverError: A later start of the run has taken over its directory.
@@ -74,7 +75,13 @@ def train(
     state, restored = found or (TrainerState(step=0), None)
     if restored is not None:
         reporter.emit(LogMessage(f"resuming after step {state.step:,} of {task.steps:,}"))
-        task.model.load_state_dict(restored.weights)
+        try:
+            task.model.load_state_dict(restored.weights)
+        except RuntimeError as error:
+            raise ResumeMismatchError(
+                f"the checkpoint of step {state.step} has other weights than the model ({' '.join(str(error).split())}); put "
+                "back the custom terms that the run began with, or start a new run"
+            ) from error
     records = records_steps(cuda_graphs)
     memory_advice = OutOfMemoryAdvice(section, key, records)
     with memory_advice:

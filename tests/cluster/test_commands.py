@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -11,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from distcse.recipe import recipe_yaml
 from tests.commands import TRAIN, run_command, user_environment
 from tests.conftest import ROOT
 from tests.jobs import make_recipe
+from tests.weights import weights_of
 
 pytestmark = pytest.mark.cluster
 
@@ -103,7 +106,7 @@ with cluster(cpus=1):
 def test_workers_find_the_modules_of_the_current_directory(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    """A custom loss term and teacher, which Ray's workers import as the driver does."""
+    """Custom loss terms, one with a parameter, and a teacher, which Ray's workers import as the driver does."""
     page = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
     for name, code in re.findall(r'```python title="(\w+\.py)"\n(.*?)```', page, re.S):
         (tmp_path / name).write_text(code)
@@ -112,7 +115,8 @@ def test_workers_find_the_modules_of_the_current_directory(
         tiny("bert"),
         [tiny("minilm")],
         sentences,
-        "objective.custom={correlation: {class_path: 'my_terms:Correlation', weight: 1.0}}",
+        "objective.custom.correlation={class_path: 'my_terms:Correlation', weight: 1.0}",
+        "objective.custom.learned={class_path: 'my_temperature:LearnedTemperature'}",
         "teachers.encoders.0.class_path=my_teachers:Trigrams",
         "teachers.encoders.0.max_length=null",
         "training.workers=1",
@@ -125,6 +129,8 @@ def test_workers_find_the_modules_of_the_current_directory(
     )
     assert done.returncode == 0, done.stderr
     assert "correlation 0." in done.stderr and "teacher 0 384 embedded" in done.stderr
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert float(weights_of(directory)["objective.term:learned.log_scale"]) != float(torch.tensor(-math.log(0.05)))
 
 
 @pytest.mark.slow

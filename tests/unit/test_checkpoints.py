@@ -23,6 +23,7 @@ from distcse.errors import (
     DistcseError,
     DivergedError,
     ObjectStorageError,
+    ResumeMismatchError,
     RunTakenOverError,
     StorageWriteError,
 )
@@ -272,6 +273,14 @@ def test_an_error_of_the_writer_ends_the_run(
     latest = store.latest()
     assert latest is not None and latest.name == f"step-{step - 3:06d}"
     assert max(event.step for event in events if isinstance(event, StepReport)) <= step + 3
+
+
+def test_a_checkpoint_with_other_weights_is_refused(tmp_path: Path) -> None:
+    store, other = CheckpointStore(open_store(tmp_path)), LineTask()
+    fit(store)
+    other.model = nn.Linear(4, 1)  # as if a custom term was edited
+    with fails_with(ResumeMismatchError, "step 12", "size mismatch for weight"):
+        fit(store, other)
 
 
 def test_weights_that_are_not_finite_are_not_stored(gpu: Simulation, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -14,13 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from torch import Tensor, nn
 
 from distcse import cli
 from distcse.cluster.health import check_recipe
-from distcse.errors import CustomClassError, InvalidValueError
+from distcse.errors import ArgumentError, CustomClassError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress, StepReport
-from distcse.losses import build_objective, try_terms
+from distcse.losses import TeacherOutputs, Views, build_objective, try_terms
 from distcse.models import Encoder
 from distcse.recipe import (
     DetectionSection,
@@ -36,11 +39,13 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.teachers import kinds
 from distcse.teachers.kinds import base, kind_of
+from distcse.testing import check_term
 from tests.backends import run
 from tests.commands import command
 from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.jobs import rows_embedded
+from tests.weights import weights_of
 
 PAGE = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
 TERM = "objective={tau1: 0.05, info_nce: null, consistency: null, rank: null, custom: {mine: {class_path: '%s', kwargs: %s}}}"
@@ -55,7 +60,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).write_text(code)
     monkeypatch.syspath_prepend(str(folder))
     yield folder
-    for name in ("my_terms", "my_teachers", "odd_terms"):
+    for name in ("my_terms", "my_temperature", "test_my_terms", "my_teachers", "odd_terms"):
         sys.modules.pop(name, None)
 
 
@@ -87,6 +92,22 @@ def test_a_run_with_the_pages_term_and_teacher(
     assert notes[0] == "0 embedded, 384 reused"
 
 
+def test_a_class_of_the_script_is_trained_with_its_parameters_and_not_saved(
+    recipe_with: Callable[..., Recipe], modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    term = importlib.import_module("my_temperature").LearnedTemperature
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", term, raising=False)
+    mine = TERM % ("__main__:Mine", "{initial: 0.1}")
+    directory = run(recipe_with(mine, "training.max_steps=6"), Reporter()).directory
+    learned = weights_of(directory.path)["objective.term:mine.log_scale"]
+    assert learned.shape == () and abs(float(learned) - math.log(10)) > 1e-3
+    assert set(Encoder.load(directory.model).state_dict()) == set(
+        Encoder.from_section(recipe_with().student).state_dict()
+    )
+    with fails_with(InvalidValueError, "objective.custom.mine.class_path", "__main__:Mine", "training.workers: 0"):
+        recipe_with(mine, "training.workers=1")
+
+
 def test_kwargs_change_the_fingerprint_of_a_teacher_and_a_plan_names_it(
     recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,9 +121,10 @@ def test_kwargs_change_the_fingerprint_of_a_teacher_and_a_plan_names_it(
 
 ODD = """
 from torch import nn
-class Heavy(nn.Module):
-    def __init__(self):
-        super().__init__(); self.layer = nn.Linear(2, 2)
+class Unused(nn.Module):
+    def __init__(self, layer="Linear"):
+        super().__init__(); self.layer = getattr(nn, layer)(32, 2)
+    def forward(self, views, teachers): return views.z1.mean()
 class NoModule: pass
 class Lists(nn.Module):
     needs_lists = True
@@ -121,6 +143,8 @@ class Number(nn.Module):
     def forward(self, views, teachers): return float(views.similarities.mean())
 class Constant(nn.Module):
     def forward(self, views, teachers): return views.similarities.detach().mean(), {}
+class Root(nn.Module):
+    def forward(self, views, teachers): return (0 * views.z1).sqrt().sum()
 """
 
 
@@ -130,13 +154,17 @@ class Constant(nn.Module):
         ("my_terms:Correlation", "{powr: 1.0}", ("objective.custom.mine.kwargs", "powr")),
         ("my_terms:Corelation", "{}", ("my_terms", "Corelation")),
         ("my_therms:Correlation", "{}", ("my_therms",)),
-        ("odd_terms:Heavy", "{}", ("odd_terms:Heavy", "parameters")),
+        ("odd_terms:Unused", "{}", ("odd_terms:Unused", "parameter layer.weight")),
+        ("odd_terms:Unused", "{layer: LazyLinear}", ("odd_terms:Unused", "lazy parameters")),
+        ("odd_terms:Unused", "{layer: Linea}", ("mine.kwargs", "AttributeError", "Linea", "odd_terms.py, line 5")),
+        ("odd_terms:Root", "{}", ("odd_terms:Root", "the gradient of views.z1 is not finite")),
+        ("bad_terms:Term", "{}", ("bad_terms:Term", "NameError", "bad_terms.py, line 1")),
         ("odd_terms:NoModule", "{}", ("odd_terms:NoModule", "torch.nn.Module")),
         ("odd_terms:Signature", "{}", ("mine.class_path", "TypeError", "forward(self, views, teachers)")),
-        ("odd_terms:Lines", "{}", ("objective.custom.mine.class_path", "AttributeError", "odd_terms.py, line 13")),
+        ("odd_terms:Lines", "{}", ("objective.custom.mine.class_path", "AttributeError", "odd_terms.py, line 14")),
         ("odd_terms:Lists", "{}", ("mine.class_path", "forward(self, views, teachers)")),
-        ("odd_terms:Wide", "{}", ("mine.class_path", "TypeError", "odd_terms.py, line 15")),
-        ("odd_terms:Reshaped", "{}", ("mine.class_path", "odd_terms.py, line 17")),
+        ("odd_terms:Wide", "{}", ("mine.class_path", "TypeError", "odd_terms.py, line 16")),
+        ("odd_terms:Reshaped", "{}", ("mine.class_path", "odd_terms.py, line 18")),
         ("odd_terms:Rows", "{}", ("odd_terms:Rows", "shape (16,)", "scalar")),
         ("odd_terms:Number", "{}", ("odd_terms:Number", "float", "scalar")),
         ("odd_terms:Constant", "{}", ("odd_terms:Constant", "without gradient")),
@@ -146,11 +174,47 @@ def test_an_unusable_term_is_refused_before_any_work(
     class_path: str, kwargs: str, named: tuple[str, ...], recipe_with: Callable[..., Recipe], modules: Path
 ) -> None:
     (modules / "odd_terms.py").write_text(ODD)
+    (modules / "bad_terms.py").write_text("class Term(nn.Module): pass")
     recipe = recipe_with(TERM % (class_path, kwargs))
     with fails_with(CustomClassError, *named) as raised:
         run(recipe, Reporter())
     assert not Path(recipe.storage.runs).exists()
     assert ("forward(self" in str(raised.value)) == ("forward(self, views, teachers)" in named)
+
+
+class Head(nn.Module):
+    """Mean square of a projection of the first views, through layers with dropout; counts its calls."""
+
+    calls: Tensor
+
+    def __init__(self, *layers: nn.Module, share: float = 1.0, penalty: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 8), nn.Dropout(0.5), *layers)
+        self.share, self.penalty = share, penalty
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        self.calls += 1
+        total: Tensor = self.layers(views.z1).square().sum()
+        weight: Tensor = self.layers[0].weight  # type: ignore[assignment]
+        own = total / (self.share * views.columns + (1 - self.share) * views.rows)
+        return own + self.penalty * weight.square().sum()
+
+
+def test_shares_of_two_workers_must_sum_to_the_loss_of_one(modules: Path) -> None:
+    importlib.import_module("test_my_terms").test_terms()
+    check_term(Head().eval(), width=32)
+    head = Head(share=0.0)
+    check_term(head, width=32, workers=1)
+    assert int(head.calls) == 0
+    wrong = {"its share": head, "differs by": Head(penalty=0.01), "2 workers": Head(nn.BatchNorm1d(8))}
+    for named, term in wrong.items():
+        with fails_with(CustomClassError, "Head", named, "views.columns"):
+            check_term(term, width=32)
+    with fails_with(CustomClassError, "RuntimeError", "test_custom_code.py, line"):
+        check_term(Head)
+    with fails_with(ArgumentError, "batch_size", "15"):
+        check_term(Head, batch_size=15)
 
 
 class NewTermSection(LossSection):

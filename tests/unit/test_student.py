@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 
 from distcse.errors import (
     DivergedError,
@@ -26,6 +27,7 @@ from distcse.errors import (
     RunDirectoryError,
 )
 from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.losses import TeacherOutputs, Views
 from distcse.models import Encoder
 from distcse.models.student import GlobalBatchNorm, WeightInterpolation
 from distcse.recipe import Recipe
@@ -183,6 +185,57 @@ def test_two_workers_equal_one_and_a_run_moves_between_them(
     assert results[0].interrupted and results[1].interrupted
     assert train(moved, tables).state.finished
     assert_same_learning(undisturbed(*overrides), weights_of(moved.run.path))
+
+
+class Tempered(nn.Module):
+    """Cross-entropy with the teachers' lists at a learned temperature, through a learned projection; counts its calls."""
+
+    needs_lists = True
+    calls: Tensor
+
+    def __init__(self, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.0, dtype=torch.float64))  # becomes float32, as all weights are
+        self.head = nn.Sequential(nn.Linear(width, 8), nn.Dropout(dropout))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        self.calls += 1
+        assert teachers.similarities is not None
+        cosines = cosine_similarity(self.head(views.z1)[:, None], self.head(views.all_z2)[None], dim=2)
+        lists = (teachers.similarities / 0.1).softmax(dim=1)
+        return -(lists * (cosines * self.log_scale.exp()).log_softmax(dim=1)).sum() / views.columns
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage"),
+    [
+        ("deepspeed", 0),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("torch", 0), ("deepspeed", 2), ("deepspeed", 3))),
+    ],
+)
+def test_a_term_with_parameters_is_trained_resumed_and_equal_on_two_workers(
+    recipe_with: MakeRecipe, undisturbed: Callable[..., Weights], engine: str, stage: int
+) -> None:
+    def overrides(dropout: float) -> tuple[str, ...]:
+        class_path = f"class_path: 'tests.unit.test_student:Tempered', kwargs: {{dropout: {dropout}}}"
+        streams = ("training.dropout_rng_streams=2", "training.weight_decay=0.1", SHORT)
+        engines = (f"training.engine={engine}", f"training.zero_stage={stage}")
+        return (*engines, *streams, f"objective.custom={{temp.ered: {{{class_path}}}}}")
+
+    (together, tables), (moved, _) = (make_spec(recipe_with(*overrides(0.0))) for _ in range(2))
+    run_workers(in_worker, 2, together, moved, tables)
+    train(moved, tables)
+    alone = undisturbed(*overrides(0.0))
+    assert_same_learning(alone, weights_of(together.run.path))
+    assert_same_learning(alone, weights_of(moved.run.path))
+    name = "objective.term:temp:ered."
+    assert float(alone[f"{name}log_scale"]) > 3e-3 and int(alone[f"{name}calls"]) == 10
+    if stage == 0:
+        spec, tables = make_spec(recipe_with(*overrides(0.5)))
+        assert train(spec, tables, stop_after=2).interrupted
+        train(spec, tables)
+        assert_equal_weights(undisturbed(*overrides(0.5)), weights_of(spec.run.path))
 
 
 def normalized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

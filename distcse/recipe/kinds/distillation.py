@@ -259,6 +259,18 @@ class Recipe(BaseRecipe):
             )
 
     @model_validator(mode="after")
+    def _workers_can_import_classes(self) -> Recipe:
+        terms = {f"objective.custom.{name}": term.class_path for name, term in self.objective.custom.items()}
+        teachers = {f"teachers.encoders.{n}": teacher.class_path for n, teacher in enumerate(self.teachers.encoders)}
+        for key, class_path in {**terms, **teachers}.items():
+            if self.uses_ray and class_path is not None and class_path.startswith("__main__:"):
+                raise ValueError(
+                    f"{key}.class_path is {class_path}, a class of the running script or notebook, which Ray's workers cannot "
+                    "import; write training.workers: 0, or move the class to a module"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _step_can_be_recorded(self) -> Recipe:
         if self.training.cuda_graphs == "on" and (fixes := self._terms_to_drop):
             raise ValueError(

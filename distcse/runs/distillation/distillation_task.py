@@ -240,10 +240,11 @@ class DistillationTask:
         self._recipe, self._reporter = spec.recipe, reporter
         self._loader = loader
         self._clients = clients
-        self._objective = build_objective(spec.recipe.objective)
         self._teachers: TeacherEnsemble | None = None
         torch.manual_seed(spec.recipe.seed)
         self.model = build_student(spec.recipe, spec.run)
+        self._objective = build_objective(spec.recipe.objective)
+        self.model.add_module("objective", self._objective)  # its parameters are trained with the model's
         self._interpolation = WeightInterpolation(self.model.encoder, spec.recipe.student.init_weight_mix)
         self._targets: TargetReader | None = None
         if spec.targets is not None and self._objective.needs_targets:
@@ -278,6 +279,10 @@ class DistillationTask:
         return WorkerVectors(tables, self._loader.batch_slice, next(self.model.parameters()).device)
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+        if (
+            self._recipe.objective.custom
+        ):  # their random numbers, such as a head's dropout, are a function of the step too
+            torch.manual_seed(dropout_seed(self._recipe.seed, step, -1 - rank()))
         return StepInputs(
             self._loader.batch(step, device, self.model.encoder.max_length), self.teacher_outputs(step, device)
         )

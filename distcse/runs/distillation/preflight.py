@@ -13,8 +13,9 @@ from distcse.devices.gpu_plan import PlansOfTrials, report_plans
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.evaluation import read_dev
 from distcse.events import Reporter
-from distcse.losses import build_objective, try_terms
-from distcse.models import Encoder
+from distcse.losses import TRIED_WIDTH, build_objective, try_terms
+from distcse.models import Encoder, resolve_model
+from distcse.models.folder import ModelFolder
 from distcse.preflight.warnings import report_warnings
 from distcse.recipe import Recipe
 from distcse.runs.backend import Backend
@@ -53,6 +54,8 @@ from distcse.teachers.reuse import count_new_rows
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 
+_CONFIGURATIONS = ("*config*.json", "modules.json")
+"""Files of a model on the hub that say the dimension of its vectors."""
 _SAMPLED_QUERIES, _NEAREST = 3, 3
 """Queries, and documents of each, that a pass with candidates reports."""
 
@@ -70,13 +73,26 @@ def recipe_questions(recipe: Recipe) -> list[Question]:
                 "a term of objective.custom needs the teachers' lists, but teachers.encoders is empty; add a teacher or remove "
                 "the term"
             )
-        try_terms(objective, recipe.objective, recipe.training.batch_size)
+        width = _vector_width(recipe) if recipe.objective.custom else TRIED_WIDTH
+        if width is not None:
+            try_terms(objective, recipe.objective, recipe.training.batch_size, width)
 
     def ask_dev() -> str | None:
         dev = read_dev(recipe)
         return None if dev is None else dev.name
 
     return [*questions_of(recipe), ("objective", ask_objective), ("dev score", ask_dev)]
+
+
+def _vector_width(recipe: Recipe) -> int | None:
+    """Return the dimension of the student's vectors; None for the index of a teacher that has no configuration file."""
+    index_of = recipe.student.index_of
+    teacher = None if index_of is None else recipe.teachers.encoders[index_of]
+    if teacher is not None and not teacher.loads_model:
+        return None
+    section = teacher or recipe.student
+    folder = resolve_model(section.backbone, section.trust_remote_code, _CONFIGURATIONS)
+    return ModelFolder.read(folder, section.trust_remote_code).dimension()
 
 
 def rehearse_run(

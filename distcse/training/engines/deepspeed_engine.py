@@ -7,13 +7,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
 
 from distcse.compat import create_optimizer_state, require_no_compiler
 from distcse.devices.device import default_device, gpu_module, has_gpu
@@ -37,9 +38,12 @@ class DeepSpeedEngine:
         if has_gpu():  # DeepSpeed uses LOCAL_RANK as the GPU's index, and two workers can share a GPU
             os.environ["LOCAL_RANK"] = str(gpu_module(default_device()).current_device())
         self._linear = nn.functional.linear  # ZeRO 3 replaces it in the entire process
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=deepspeed_config(training, rows)
-        )
+        has_scalars = any(not parameter.ndim for parameter in self._parameters.values())
+        self._for_scalars: AbstractContextManager[Any] = _ForScalars() if has_scalars else nullcontext()
+        with self._for_scalars:
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=deepspeed_config(training, rows)
+            )
         self.device: torch.device = self._engine.device
         self._updates = 0
         if self._stage:
@@ -58,7 +62,8 @@ class DeepSpeedEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         is_update = self._engine.is_gradient_accumulation_boundary()
-        self._engine.step()
+        with self._for_scalars:
+            self._engine.step()
         self._updates += is_update
 
     def snapshot(self) -> Snapshot | None:
@@ -129,6 +134,20 @@ class DeepSpeedEngine:
             return {"step": _step_count(updates, flat.device), **moments}
 
         create_optimizer_state(self._optimizer, self._stage, empty_state)
+
+
+class _ForScalars(TorchFunctionMode):
+    """Lets DeepSpeed train scalar parameters, such as a learned temperature, with two calls that PyTorch refuses for scalars.
+
+    `initialize` views each parameter as bytes to broadcast it; clipping multiplies each gradient by a vector of one number.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if function is torch.Tensor.view and not arguments[0].ndim and isinstance(arguments[1], torch.dtype):
+            return arguments[0].view(1).view(arguments[1])
+        if function is torch.Tensor.mul_ and not arguments[0].ndim and isinstance(arguments[1], Tensor):
+            return arguments[0].mul_(arguments[1].view(()))
+        return function(*arguments, **(keywords or {}))
 
 
 def deepspeed_config(training: LoopSection, rows: int) -> dict[str, Any]:
