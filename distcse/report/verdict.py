@@ -19,9 +19,9 @@ _LABELLED = ("retrieval", "sts")
 """Suites of which a verdict states both; of others it states the first."""
 _NAMES = {"ndcg@10": "nDCG@10", **dict.fromkeys(("all", "mean", "wmean"), "STS Spearman"), "auc": "AUC", "kcc": "τ-b"}
 _AGREEMENTS = {
-    "agreement": ("agrees with its teachers' lists by", "", " (Spearman ×100)"),
+    "agreement": ("has a Spearman ×100 of", "", " with its teachers' lists"),
     "overlap@10": ("finds", " %", " of its teachers' ten nearest documents"),
-    "pearson": ("agrees with {whose} similarities by", "", " (Pearson ×100)"),
+    "pearson": ("has a Pearson ×100 of", "", " with {whose} similarities"),
     KEPT: ("keeps", " %", " of {whose} ten nearest neighbors"),
 }
 """By measure, the words before a score that is an agreement, its unit, and the words after it."""
