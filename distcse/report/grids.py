@@ -14,7 +14,7 @@ from distcse.evaluation import Evaluation, ModelInfo, Score
 from distcse.evaluation.contamination import NOTICED_FROM, TRANSDUCTIVE_FROM
 from distcse.evaluation.results import Spread, compute_spreads, group_runs, has_repeated_runs, headlines
 from distcse.evaluation.suites import PUBLISHED
-from distcse.report.verdict import by_interest, score_name
+from distcse.report.verdict import NOTICED, TRANSDUCTIVE, by_interest, mark_of, score_name
 from distcse.tuning.final_evaluation import SummaryRow
 
 SPEED_COLUMNS = ("parameters", "MB", "dimensions", "sentences/s", "one sentence")
@@ -58,8 +58,6 @@ MEASURES = {
 _TABLE_PER_MEASURE = ("sts", "transfer", "pairs", "triplets", "ranking", "agreement", "dev")
 _UNITS_OF_ONE = ("alignment", "uniformity")
 LOWER_IS_BETTER = ("alignment", "uniformity", "bytes")
-TRANSDUCTIVE = "‡"
-NOTICED = "†"
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
         difference = f"{'+' if comparison.value >= 0 else ''}{number(score.measure, comparison.value)} [{low}, {high}]"
     return Cell(
         number(score.measure, value),
-        _mark_of(evaluation.overlap_fraction(score, model)),
+        mark_of(evaluation.overlap_fraction(score, model)),
         difference,
         comparison is not None and comparison.is_significant,
         best=len(score.values) > 1 and value == best,
@@ -200,17 +198,12 @@ def _cell(evaluation: Evaluation, score: Score, model: str) -> Cell:
 def _mean(evaluation: Evaluation, score: Score, name: str, runs: Sequence[str]) -> Cell:
     spread = compute_spreads(score).get(name)
     seen = max(evaluation.overlap_fraction(score, run) for run in runs)
-    return Cell(spread_text(score.measure, spread) or "–", _mark_of(seen) if spread else "")
+    return Cell(spread_text(score.measure, spread) or "–", mark_of(seen) if spread else "")
 
 
 def row_title(row: SummaryRow) -> str:
     """Return a sweep row's title: suite, set and mark."""
-    return f"{TITLES.get(row.suite, row.suite)}: {row.set} {_mark_of(row.seen)}".strip()
-
-
-def _mark_of(share: float) -> str:
-    """Return the mark of a score on a set with this fraction of its sentences in the training text."""
-    return TRANSDUCTIVE if share >= TRANSDUCTIVE_FROM else NOTICED if share >= NOTICED_FROM else ""
+    return f"{TITLES.get(row.suite, row.suite)}: {row.set} {mark_of(row.seen)}".strip()
 
 
 def markdown_table(grid: Grid, differences: bool = False) -> list[str]:

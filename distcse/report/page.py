@@ -16,8 +16,6 @@ from distcse.evaluation.bootstrap import RESAMPLES
 from distcse.evaluation.results import compute_spreads, group_runs, headlines
 from distcse.report.exports import write_exports
 from distcse.report.grids import (
-    NOTICED,
-    TRANSDUCTIVE,
     find_published,
     grids,
     legend,
@@ -27,7 +25,7 @@ from distcse.report.grids import (
 )
 from distcse.report.history import History
 from distcse.report.plots import colour_of, pictures
-from distcse.report.verdict import by_interest, explain, score_name, verdict
+from distcse.report.verdict import NOTICED, TRANSDUCTIVE, by_interest, explain, score_name, verdict
 from distcse.storage import ArtifactStore, open_store
 
 _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")

@@ -8,21 +8,23 @@ from statistics import fmean
 
 from distcse.evaluation import Evaluation, ModelInfo, Score
 from distcse.evaluation.bootstrap import Interval
+from distcse.evaluation.contamination import NOTICED_FROM, TRANSDUCTIVE_FROM
 from distcse.evaluation.results import compute_spread, group_runs, headlines
 from distcse.evaluation.tasks.agreement import KEPT
 
+TRANSDUCTIVE, NOTICED = "‡", "†"
 _NOT_STUDENTS = re.compile(r"teacher|(.* )?start( ensemble)?$")
 """Names in the tables of runs."""
 _LABELLED = ("retrieval", "sts")
 """Suites of which a verdict states both; of others it states the first."""
 _NAMES = {"ndcg@10": "nDCG@10", **dict.fromkeys(("all", "mean", "wmean"), "STS Spearman"), "auc": "AUC", "kcc": "τ-b"}
 _AGREEMENTS = {
-    "agreement": ("orders sentences like its teachers at a Spearman ×100 of", "", ""),
+    "agreement": ("has a Spearman ×100 of", "", " with its teachers' lists"),
     "overlap@10": ("finds", " %", " of its teachers' ten nearest documents"),
-    "pearson": ("scores pairs like {base} at a Pearson ×100 of", "", ""),
+    "pearson": ("has a Pearson ×100 of", "", " with {whose} similarities"),
     KEPT: ("keeps", " %", " of {whose} ten nearest neighbors"),
 }
-"""By measure, the words around a score that is an agreement, and its unit."""
+"""By measure, the words before a score that is an agreement, its unit, and the words after it."""
 
 
 def verdict(evaluation: Evaluation) -> dict[str, str]:
@@ -63,6 +65,11 @@ def score_name(score: Score) -> str:
     return f"{_NAMES.get(score.measure, score.measure)} ({score.set})"
 
 
+def mark_of(share: float) -> str:
+    """Return the mark of a score on a set with this fraction of its sentences in the training text."""
+    return TRANSDUCTIVE if share >= TRANSDUCTIVE_FROM else NOTICED if share >= NOTICED_FROM else ""
+
+
 def _students(evaluation: Evaluation) -> dict[str, list[str]]:
     """Return the runs of each model but the one that is compared with; if there are others, without teachers and starts."""
     groups = group_runs(about.name for about in evaluation.models if not _is_format(about.name, evaluation))
@@ -83,13 +90,14 @@ def _quality(evaluation: Evaluation, score: Score, runs: Sequence[str]) -> str:
     if not values:
         return ""
     if score.measure in _AGREEMENTS:
-        before, unit, after = (text.format(base=base, whose=whose) for text in _AGREEMENTS[score.measure])
+        before, unit, after = (text.format(whose=whose) for text in _AGREEMENTS[score.measure])
         return f"{before} {_amount(values, unit, score.intervals.get(runs[0]))}{after}"
     if (theirs := score.values.get(base, 0.0)) <= 0:
         return ""
     shares, compared = [100 * value / theirs for value in values], score.compared(runs[0], base)
-    amount = _amount(shares, " %", None if compared is None else compared.ratio)
-    return f"{'keeps' if fmean(shares) <= 100 else 'reaches'} {amount} of {whose} {score_name(score)}"
+    amount = _amount(shares, " %", None if compared is None else compared.ratio) if fmean(shares) > 0 else "nothing"
+    mark = mark_of(max(evaluation.overlap_fraction(score, run) for run in runs))
+    return f"{'keeps' if fmean(shares) <= 100 else 'reaches'} {amount} of {whose} {score_name(score)}{mark}"
 
 
 def _amount(values: Sequence[float], unit: str, interval: Interval | None) -> str:

@@ -195,7 +195,7 @@ def test_pages_card_and_terminal_begin_with_the_same_verdict(
     compared, ratio = score.compared("student", "teacher"), 100 * score.values["student"] / score.values["teacher"]
     assert compared is not None and compared.ratio is not None and compared.ratio.value == pytest.approx(ratio)
     share = f"{ratio:.1f} % [{compared.ratio.low:.1f}, {compared.ratio.high:.1f}]"
-    assert f" {share} of the teacher's STS Spearman (average of 2 of 7), " in line
+    assert f" {share} of the teacher's STS Spearman (average of 2 of 7)‡, " in line
     assert "nDCG@10" not in line, "the teacher finds nothing"
     about = {model.name: model for model in measured.models}
     assert about["student"].sentences_per_s and about["teacher"].sentences_per_s
