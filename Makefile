@@ -6,7 +6,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ## INSTALL="uv pip install"	installs the packages; uv takes a fifth of pip's time and does not read pip.conf (default: the environment's pip)
 INSTALL ?= $(BIN)/pip install
-## ARGS="seed=7 --quiet"	recipe settings and options that quickstart passes to distcse.train
+## SOURCE=FILE	what is installed: a wheel or an sdist instead of this clone (default: --editable .)
+SOURCE ?= --editable .
+## ARGS="seed=7 --quiet"	recipe settings and options that quickstart and try-dist pass to distcse.train
 ARGS ?=
 TORCH := $(shell grep '^torch==' constraints.txt)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
@@ -34,7 +36,7 @@ ON_OLDEST_RAY := tests/unit/test_ray_versions.py $(addprefix tests/cluster/,test
 WITH_OLDEST_RAY = PYTHONPATH=$(CURDIR)/build/ray-$(OLDEST_RAY) $(BIN)/python -m pytest
 FIRST_ON_OLDEST_RAY := tests/unit/test_ray_versions.py tests/cluster/test_sweep.py::test_tpe_with_a_trainer_of_two_workers_in_its_trial
 
-.PHONY: help quickstart test test-faults test-oldest-ray test-slow unit lint prose types bench lock release-notes clean
+.PHONY: help quickstart dist try-dist test test-faults test-oldest-ray test-slow unit lint prose types bench lock release-notes clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -46,7 +48,7 @@ help:
 $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --no-deps $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
-	VIRTUAL_ENV=$(VENV) $(INSTALL) --quiet --no-compile --constraint constraints.txt --editable '.[$*]'
+	VIRTUAL_ENV=$(VENV) $(INSTALL) --quiet --no-compile --constraint constraints.txt $(SOURCE)'[$*]'
 	touch $@ $(if $(filter dev,$*),$(VENV)/.quickstart)
 
 quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student from all-MiniLM-L6-v2 on this machine
@@ -87,6 +89,19 @@ types: $(VENV)/.dev ## set up, then mypy
 
 bench: $(VENV)/.dev ## set up, then measure all CPU rows of benchmarks/README.md and print what moved (DISTCSE_DATA=FOLDER)
 	$(BIN)/python -m benchmarks.bench
+
+dist: ## build a wheel and an sdist, dist/ (URL=https://HOST/OWNER/distcse: with the links of a package page)
+	$(PYTHON) .ci/package.py $(URL)
+	$(PYTHON) -m venv build/build
+	build/build/bin/pip install --quiet build
+	rm -rf dist
+	build/build/bin/python -m build --outdir dist build/package
+
+# Outside the clone, whose folder `distcse` Python would import.
+try-dist: ## install the wheel of dist/ into a bare environment, and run the quickstart there (SOURCE=dist/FILE.tar.gz: the sdist)
+	rm -rf build/try
+	$(MAKE) build/try/.quickstart VENV=build/try SOURCE="$(if $(filter file,$(origin SOURCE)),$$(ls dist/*.whl),$(SOURCE))"
+	cd build/try && bin/distcse recipe ls && bin/python -m distcse.train quickstart $(ARGS)
 
 release-notes: ## print what CHANGELOG.md says of a version (VERSION=0.2.0, or unreleased)
 	@$(PYTHON) release_notes.py '$(VERSION)'

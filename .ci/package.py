@@ -1,8 +1,9 @@
-"""Writes the tree of a release to build/package: project URLs, and a README whose links work on a package page.
+"""Writes the tree of a release to build/package, for `make dist`.
 
-    python .ci/package.py https://github.com/OWNER/distcse && pip wheel --no-deps --wheel-dir dist build/package
+    python .ci/package.py https://github.com/OWNER/distcse
 
-The address of the repository is no part of the sources, which are the same in every fork.
+With the address of the repository, which is no part of the sources, it has project URLs, and a README whose links work on a
+package page.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ def with_urls(project: str, url: str) -> str:
     )
 
 
-def write_package(url: str, target: Path) -> None:
-    """Copy what a release contains, as git has it, and add the address of the repository."""
+def write_package(url: str | None, target: Path) -> None:
+    """Copy what a release contains, as git has it, and add the address of the repository, if there is one."""
     shutil.rmtree(target, ignore_errors=True)
     command = ["git", "-C", str(ROOT), "ls-files", *_FILES]
     for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, target / name)  # a link becomes the file or folder
+    if url is None:
+        return
     project = target / "pyproject.toml"
     version = re.search(r'^version = "(.*)"', project.read_text(), re.M)
     assert version is not None
@@ -55,6 +58,6 @@ def write_package(url: str, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not sys.argv[1].startswith("https://"):
-        sys.exit("usage: python .ci/package.py https://HOST/OWNER/REPOSITORY")
-    write_package(sys.argv[1].rstrip("/"), TARGET)
+    if len(sys.argv) > 2 or not all(url.startswith("https://") for url in sys.argv[1:]):
+        sys.exit("usage: python .ci/package.py [https://HOST/OWNER/REPOSITORY]")
+    write_package(sys.argv[1].rstrip("/") if sys.argv[1:] else None, TARGET)

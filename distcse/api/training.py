@@ -105,26 +105,27 @@ def run(
     recipe = _read(recipe, overrides, {**own, **values})
     if given := corpus_values({"text": texts, "query": queries, "document": documents}, recipe.storage.cache):
         recipe = with_values(recipe, given)
-    if not (seeds := seeds or recipe.seeds):
-        return _run(recipe, listen, stop_requested)
-    directory, recipes = seed_recipes(recipe, seeds)
-    done: dict[int, Run] = {}
-    for seed, each in recipes.items():
-        done[seed] = _run(each, listen, stop_requested)
-        if done[seed].interrupted:
-            break
-    runs = Runs(done, directory)
-    return runs if runs.scores is None else replace(runs, reports=runs.scores.write(directory))
-
-
-def _run(recipe: BaseRecipe, listen: Listener | None, stop_requested: Callable[[], bool]) -> Run:
-    """Train once."""
+    if seeds := seeds or recipe.all_seeds:
+        return _run_each(*seed_recipes(recipe, seeds), listen, stop_requested)
     begun = None
     if recipe.storage.run_id is not None:
         begun, recipe = RunDirectory.reopen_by_id(recipe)
     experiment = experiment_of(recipe)
     with _reporting(listen, stop_requested) as reporter:
         return _finished(experiment.run(choose_backend(recipe), reporter, begun))
+
+
+def _run_each(
+    directory: Path, recipes: Mapping[int, BaseRecipe], listen: Listener | None, stop_requested: Callable[[], bool]
+) -> Runs:
+    """Run recipes by seed, and write a report with all of them into a folder."""
+    done: dict[int, Run] = {}
+    for seed, recipe in recipes.items():
+        done[seed] = run(recipe, listen=listen, stop_requested=stop_requested)
+        if done[seed].interrupted:
+            break
+    runs = Runs(done, directory)
+    return runs if runs.scores is None else replace(runs, reports=runs.scores.write(directory))
 
 
 def distill(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 
 from distcse.cli.shared import Commands, add_command, add_recipe_words, loading, program
@@ -16,6 +18,16 @@ from distcse.storage import open_store, resolve_path
 
 SCHEMAS = ("recipe", "family", "mutual", "space")
 """Names in `distcse.recipe.schema.schema_documents`, whose import takes seconds that `--help` does not wait for."""
+RECIPE_GROUPS = {
+    "start here": ("quickstart", "search", "best-small", "three-teachers"),
+    "search": ("search-reranker",),
+    "your teachers of today": ("search-three-teachers", "minilm-3layer"),
+    "family: students of several sizes in one space": ("*-family",),
+    "mutual: several students teach each other": ("minilm-mutual", "three-mutual"),
+    "papers": ("*",),
+}
+"""Heading -> patterns of recipes' names; a recipe belongs to the first group with a pattern that it matches."""
+_COLUMNS = 100
 _MODELINE = "# yaml-language-server:"
 
 
@@ -39,7 +51,7 @@ def _add_recipe(commands: Commands) -> None:
         commands, "recipe", show_help, "Look at recipes, copy and check them.", "cp quickstart my-recipe.yaml"
     )
     subcommands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands")
-    add("ls", _list_recipes, "list the packaged recipes")
+    add("ls", _list_recipes, "list the packaged recipes, by need")
     show = add("show", _show_recipe, "print a packaged recipe")
     show.add_argument("recipe", metavar="NAME", help="a packaged recipe's name")
     copy = add("cp", _copy_recipe, "copy a packaged recipe to a file, as a start for yours")
@@ -58,11 +70,28 @@ def _add_recipe(commands: Commands) -> None:
 def _list_recipes(options: argparse.Namespace) -> int:
     from distcse.recipe import packaged_recipes
 
-    names = packaged_recipes()
-    width = max(map(len, names))
-    for name in names:
-        sys.stdout.write(f"{name:<{width}}  {_recipe_lines(name)[0].removeprefix('#').strip()}\n")
+    titles = {name: _recipe_lines(name)[0].removeprefix("#").strip() for name in packaged_recipes()}
+    for heading, patterns in RECIPE_GROUPS.items():
+        names = [name for pattern in patterns for name in fnmatch.filter(titles, pattern)]
+        sys.stdout.write(f"{heading}\n{_rows_of_recipes({name: titles.pop(name) for name in names})}\n")
+    sys.stdout.write(f"copy one: {program('recipe')} cp NAME my-recipe.yaml\n")
     return 0
+
+
+def _rows_of_recipes(titles: Mapping[str, str]) -> str:
+    """Return a line for each recipe; variants, whose titles are equal up to a colon, are listed under that part."""
+    variants: dict[str, list[str]] = {}
+    for name, title in titles.items():
+        variants.setdefault(title.partition(": ")[0], []).append(name)
+    width = max((len(names[0]) for names in variants.values() if len(names) == 1), default=0)
+    rows = []
+    for title, names in variants.items():
+        if len(names) == 1:
+            rows.append(f"  {names[0]:<{width}}  {titles[names[0]]}\n")
+        else:
+            wrapped = textwrap.wrap("  ".join(names), _COLUMNS - 4, break_on_hyphens=False)
+            rows += [f"  {title}\n", *(f"    {line}\n" for line in wrapped)]
+    return "".join(rows)
 
 
 def _recipe_lines(name: str) -> list[str]:

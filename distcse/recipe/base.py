@@ -45,8 +45,8 @@ class RecipeInputs:
 class BaseRecipe(Section):
     """The settings of one run. Each kind of run has a subclass with its keys, registered with `register_recipe`.
 
-    A subclass has at least the keys `name`, `seed`, `seeds`, `storage` and `loggers`. One that loads encoders has `models` too,
-    and one that lets the user choose GPUs `resources`.
+    A subclass has at least the keys `name`, `seed`, `storage` and `loggers`. One that loads encoders has `models` too, one that
+    lets the user choose GPUs `resources`, and one that may be run once per seed `seeds`.
     """
 
     title: ClassVar[str]
@@ -76,6 +76,11 @@ class BaseRecipe(Section):
     def subject(cls) -> str:
         """Return what follows the word `recipe` in the title, such as ` of mutual distillation`; nothing for a student's."""
         return cls.title.partition("recipe")[2]
+
+    @property
+    def all_seeds(self) -> list[int]:
+        """`seeds`, with each of which the recipe is run in place of `seed`; empty for a kind of recipe without that key."""
+        return self.seeds if "seeds" in type(self).model_fields else []
 
     @property
     def uses_ray(self) -> bool:

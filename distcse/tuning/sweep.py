@@ -139,7 +139,7 @@ def check(recipe: BaseRecipe, sweep: Sweep) -> Space:
         SearchSpaceError: The space does not fit the recipe.
         EvaluationError: A dev or test set is missing, malformed or has too few labels.
     """
-    if recipe.seeds:
+    if recipe.all_seeds:
         raise SearchSpaceError("seeds is for training; a sweep has sweep.final_runs.seeds: write seeds=[]")
     space = Space(sweep, recipe)
     trials = experiment_of(recipe).trials

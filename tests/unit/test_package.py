@@ -33,9 +33,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_a_wheel_has_all_files_of_the_package(tree: Path, tmp_path: Path) -> None:
+def test_an_sdist_and_the_wheel_of_it_have_all_files_of_the_package(tree: Path, tmp_path: Path) -> None:
+    build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("distcse-*.tar.gz")
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(tree)], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(sdist)], check=True)
     (wheel,) = tmp_path.glob("distcse-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         inside = {name.removeprefix("distcse/") for name in archive.namelist()}
@@ -79,9 +82,14 @@ def test_messages_name_the_packages_of_an_extra() -> None:
 
 def test_nothing_says_to_install_distcse_from_an_index() -> None:
     """Anybody could register the name."""
-    pattern = r"pip install [^`]*(?<![\w./@-])distcse(?![\w./-])"
+    installers = r"(pipx?|uv|conda|mamba|poetry) (pip )?(install|add|run|tool install) |\b(uvx|--with) "
+    pattern = rf"({installers})[^`]*(?<![\w./@-])distcse(?![\w./-])|(?<![\w./-])distcse(\[[a-z]|[=~<>]=)"
     command = ["git", "grep", "--perl-regexp", "-I", "-n", pattern, "--", ":!tests", ":!CHANGELOG.md"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout == ""
+    assert all(
+        re.search(pattern, f"{words} distcse") for words in ("pip install -U", "uv pip install", "uv add", "uvx")
+    )
+    assert re.search(pattern, "distcse[onnx]") and re.search(pattern, "distcse==0.1.0")
 
 
 def test_release_notes_are_a_versions_part_of_the_changelog() -> None:
@@ -103,7 +111,8 @@ def test_torch_is_the_cpu_build_where_there_is_no_nvidia_driver(tmp_path: Path) 
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
     assert "--extra-index-url https://download.pytorch.org/whl/cpu torch==" in (cpu := commands("NVIDIA="))
-    assert "'.[quickstart]'" in cpu and "'.[dev]'" not in cpu
+    assert "--editable .'[quickstart]'" in cpu and "[dev]" not in cpu
+    assert "dist/x.whl'[quickstart]'" in (wheel := commands("SOURCE=dist/x.whl")) and "--editable" not in wheel
     assert "index-url" not in commands("NVIDIA=", "TORCH_INDEX=")
     driver = tmp_path / "nvidia-smi"
     driver.touch(0o755)

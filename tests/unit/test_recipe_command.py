@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import yaml
 
+from distcse.cli.preparation import RECIPE_GROUPS
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe
 from distcse.recipe.loading import parse_document
 from distcse.recipe.schema import reference, schema_documents, schema_json
@@ -22,9 +23,14 @@ main = command("recipe")
 
 def test_packaged_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == packaged_recipes()
-    assert not [line for line in lines if not line.endswith((".", "=FILE"))]
+    printed = capsys.readouterr().out
+    groups = [group.splitlines() for group in printed.split("\n\n")[:-1]]
+    rows = [row.split() if row.startswith("    ") else row.split()[:1] for _, *rows in groups for row in rows]
+    assert sorted(word for row in rows for word in row if word in packaged_recipes()) == packaged_recipes()
+    assert max(map(len, printed.splitlines())) <= 100
+    assert [heading for heading, *_ in groups] == list(RECIPE_GROUPS)
+    assert rows[:4] == [["quickstart"], ["search"], ["best-small"], ["three-teachers"]] and len(groups[0]) == 5
+    assert not [row for row in groups[-1][1:] if "et al." not in row and "no paper" not in row and row[:4] != 4 * " "]
     assert main(["show", "quickstart"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("# A first run without downloads") and yaml.safe_load(shown)["name"] == "quickstart"
