@@ -1,4 +1,4 @@
-"""Search quality against latency: a family of students beside models off the shelf, on the quickstart's set, with one thread.
+"""Search quality against latency: a family of students next to models off the shelf, on the quickstart's set, with one thread.
 
     python -m distcse.train search-family student=M teacher=M RUN_ID… 'corpus.sources.0.path=…' …
     python -m benchmarks.latency --family runs/FAMILY --others all-MiniLM-L6-v2=FOLDER … --picture docs/pictures/search.svg

@@ -282,7 +282,7 @@ def _compare(
     against: str | Path,
     listen: Listener | None,
 ) -> Scores:
-    """Evaluate a run's models beside another one."""
+    """Evaluate a run's models next to another one."""
     pooling = None
     if against == "teacher":
         if reference is None:

@@ -357,7 +357,7 @@ def _long_name(path: str, model: type[BaseModel], short: Mapping[str, str]) -> s
 
 
 def _with_long_names(values: Mapping[str, Any], model: type[BaseModel]) -> Document:
-    """Return values of Python code by their paths; `student={...}` is the whole section."""
+    """Return values of Python code by their paths; `student={...}` is the section itself."""
     return {
         path if isinstance(value, Mapping) else _long_name(path, model, _SHORT_IN_PYTHON): value
         for path, value in values.items()
