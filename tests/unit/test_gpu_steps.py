@@ -36,14 +36,19 @@ from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
 CUSTOM = """
+import torch
 from torch import Tensor, nn
 
 from distcse.losses import TeacherOutputs, Views
 
 
 class SquaredDistance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
     def forward(self, views: Views, teachers: TeacherOutputs) -> tuple[Tensor, dict[str, Tensor]]:
-        distance = (views.z1 - views.z2).square().sum() / len(views.all_z1)
+        distance = self.scale * (views.z1 - views.z2).square().sum() / len(views.all_z1)
         return distance, {"distance": distance.detach()}
 """
 BF16, CACHE, STREAMS = "training.precision=bf16", "training.grad_cache_chunk=4", "training.dropout_rng_streams=4"
