@@ -216,6 +216,10 @@ class ModelOutputError(EvaluationError, code="DCSE-E06"):
     """The evaluated model outputs NaN or infinity."""
 
 
+class DownloadError(EvaluationError, code="DCSE-E07"):
+    """The published file of a labelled set cannot be downloaded, or is another than the published one."""
+
+
 class RunError(DistcseError, code="DCSE-X00"):
     """Base of the errors that keep a run from starting, resuming or finishing."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from distcse import __version__
-from distcse.cli import models, preparation, training
+from distcse.cli import data, models, preparation, training
 from distcse.cli.shared import COMMANDS, GROUPS, USUAL_CALLS, Commands, add_command, parse
 from distcse.cluster.cluster import shutdown_ray
 from distcse.devices import host
@@ -57,6 +57,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Commands]:
     tree.add_argument("--version", action="version", version=f"distcse {__version__}")
     commands = tree.add_subparsers(help=argparse.SUPPRESS)
     training.add_commands(commands)
+    data.add_commands(commands)
     preparation.add_commands(commands)
     models.add_commands(commands)
     _add_completion(commands)

@@ -1,4 +1,4 @@
-"""Commands on the way to a model: train, tune, embed and pairs."""
+"""Commands on the way to a model: train, tune and embed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from distcse.errors import (
     WorkFailedError,
 )
 from distcse.report.progress import print_json, print_lines
-from distcse.storage import open_store, refuse_job_copy, resolve_path, to_uri
+from distcse.storage import open_store, resolve_path, to_uri
 
 if TYPE_CHECKING:
     from distcse.api import Run
@@ -38,14 +38,12 @@ if TYPE_CHECKING:
     from distcse.tuning.space import Space
     from distcse.tuning.sweep import SweepResult
 
-PAIR_TASKS = ("sts_unlabelled", "qqp", "qnli", "mrpc")
-"""`PAIR_TASKS` of `distcse.evaluation.task_pairs`, whose import takes seconds that `--help` does not wait for."""
 _TUNE_PACKAGES = ("optuna", "simpleeval")
 
 
 def add_commands(commands: Commands) -> None:
     """Add the commands to the tree."""
-    for add in (_add_train, _add_tune, _add_embed, _add_pairs):
+    for add in (_add_train, _add_tune, _add_embed):
         add(commands)
 
 
@@ -459,37 +457,3 @@ def _compare(options: argparse.Namespace, recipe: Recipe) -> int:
     if scores is not None:
         print_ensemble_scores(scores)
     return 0
-
-
-def _add_pairs(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "pairs",
-        _pairs,
-        "Write the pairs on which Trans-Encoder trains, DATA/pairs/TASK, from the data sets' own files, with the splits of its "
-        "public code.",
-        "qnli QNLI/train.tsv QNLI/dev.tsv --data data",
-        kept="complete files were kept",
-    )
-    parser.add_argument("task", choices=PAIR_TASKS, metavar="TASK", help=", ".join(PAIR_TASKS))
-    parser.add_argument(
-        "files",
-        nargs="*",
-        type=Path,
-        metavar="FILE",
-        help="qqp and mrpc: train, dev and test; qnli: train and validation; sts_unlabelled: none, or further pairs",
-    )
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the data folder")
-    add_output_options(parser)
-
-
-def _pairs(options: argparse.Namespace) -> int:
-    refuse_job_copy("--data", options.data, "write --data /shared/data")
-    with loading(options):
-        from distcse.evaluation.task_pairs import write_task_pairs
-
-        written = write_task_pairs(options.task, options.data, options.files)
-    files = [{"file": str(each.file), "pairs": each.pairs, "published": each.published} for each in written]
-    return finish(
-        options, [f"{each.file}  {each.pairs:,} pairs (paper: {each.published:,})" for each in written], files=files
-    )

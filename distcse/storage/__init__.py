@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distcse.errors import ModelNotFoundError
 from distcse.storage.artifact_store import ArtifactStore, FolderStore, Guard
-from distcse.storage.atomic_files import atomic_write, is_temporary, storage_errors, write_text_atomic
+from distcse.storage.atomic_files import atomic_write, is_temporary, move_atomic, storage_errors, write_text_atomic
 from distcse.storage.bucket_store import BucketStore
 from distcse.storage.checksums import (
     Digest,
@@ -22,6 +22,7 @@ from distcse.storage.checksums import (
     dump_label,
     load_checked_json,
     load_checked_label,
+    published_checksum,
     sha256,
     text_checksum,
     text_hashes,
@@ -57,7 +58,9 @@ __all__ = [
     "is_uri",
     "load_checked_json",
     "load_checked_label",
+    "move_atomic",
     "open_store",
+    "published_checksum",
     "refuse_job_copy",
     "resolve_path",
     "sha256",

@@ -66,6 +66,14 @@ def atomic_write(file: Path, check: Callable[[], None] = lambda: None) -> Iterat
             temporary.unlink(missing_ok=True)
 
 
+def move_atomic(complete: Path, file: Path) -> None:
+    """Flush a complete file to the disk and rename it to another name in its folder."""
+    with storage_errors(file):
+        _fsync(complete)
+        os.replace(complete, file)
+        _fsync(file.parent)
+
+
 def is_temporary(name: str) -> bool:
     """Return whether `atomic_write` writes to a file of this name, or was killed while it did."""
     return _TEMPORARY.fullmatch(name) is not None

@@ -35,6 +35,12 @@ def checksum(file: Path) -> str:
         return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def published_checksum(file: Path, algorithm: str) -> str:
+    """Compute the checksum that a publisher states of a file: `md5` or `sha256`."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, algorithm).hexdigest()
+
+
 def bytes_checksum(content: bytes, size_bytes: int = 16) -> str:
     """Compute the checksum of bytes."""
     return hashlib.blake2b(content, digest_size=size_bytes).hexdigest()

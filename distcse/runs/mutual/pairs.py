@@ -113,7 +113,7 @@ def _files(recipe: MutualRecipe) -> list[Path]:
         available = {entry.name for root in roots for entry in root.glob("*") if entry.is_dir()}
         raise CorpusNotFoundError(
             f"pairs.task is {section.task!r}, but {folder} has no table; choose another "
-            f"({roots[0].parent} has {', '.join(sorted(available)) or 'nothing'}), or make it (docs/how-to/task-pairs.md)"
+            f"({roots[0].parent} has {', '.join(sorted(available)) or 'nothing'}), or make it (docs/how-to/data.md)"
         )
     return files
 
