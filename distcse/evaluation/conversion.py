@@ -250,8 +250,8 @@ def _sts(year: int, *subsets: str) -> dict[str, _Split]:
 
 _qqp = partial(_named, ("is_duplicate", "question1", "question2"))
 _msr = partial(_named, ("Quality", "#1 String", "#2 String"))
-_TRAINING = "msr_paraphrase_train.txt"
 _DEV_IDS = "*dev_ids.tsv"
+_MSR_TRAINING = f"msr_paraphrase_train.txt {_DEV_IDS}"
 _SETS: dict[str, dict[str, _Split]] = {
     "sts/sts12": _sts(12, "MSRpar", "MSRvid", "SMTeuroparl", "surprise.OnWN", "surprise.SMTnews"),
     "sts/sts13": _sts(13, "FNWN", "headlines", "OnWN"),
@@ -269,10 +269,10 @@ _SETS: dict[str, dict[str, _Split]] = {
     "transfer/mpqa": {"all": _Split(_polarity, "mpqa.pos mpqa.neg")},
     "transfer/sst2": {split: _Split(_sst, f"binary/sentiment-{split}") for split in ("train", "dev", "test")},
     "transfer/trec": {"train": _Split(_trec, "train_5500.label"), "test": _Split(_trec, "TREC_10.label")},
-    "transfer/mrpc": {"train": _Split(_msr, _TRAINING), "test": _Split(_msr, "msr_paraphrase_test.txt")},
+    "transfer/mrpc": {split: _Split(_msr, f"MRPC/msr_paraphrase_{split}.txt") for split in ("train", "test")},
     "pairs/mrpc": {
-        "train": _Split(partial(_msr_train, False), f"{_TRAINING} {_DEV_IDS}"),
-        "dev": _Split(partial(_msr_train, True), f"{_TRAINING} {_DEV_IDS}"),
+        "train": _Split(partial(_msr_train, False), _MSR_TRAINING),
+        "dev": _Split(partial(_msr_train, True), _MSR_TRAINING),
         "test": _Split(_msr, "msr_paraphrase_test.txt"),
     },
     "pairs/qqp": {

@@ -332,7 +332,7 @@ def test_pairs_have_the_splits_of_trans_encoder(
     state("msr_paraphrase_test.txt", lines(MSR, "{2}\t{0}\t7\ttest {0}\ts", 5).encode())
     state("mrpc_dev_ids.tsv", b"3\t7\n4\t7\n")
     words = ["get", "pairs", "--data", str(tmp_path), "--from", publisher.url]
-    assert main(words) == 0
+    assert main(words) == 0 and not (tmp_path / "transfer").exists()
     printed = capsys.readouterr().out
     assert "dev.tsv.gz  1,000 rows" in printed and "qnli/test.tsv.gz  4,463 rows (published: 4,463)" in printed
     tables = {

@@ -76,6 +76,9 @@ def test_the_lock_has_the_pins_of_the_constraints_and_a_hash_of_each() -> None:
 
 def test_messages_name_the_packages_of_an_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    command = ["git", "grep", "-hoE", r"'\.\[[a-z,]+\]'", "--", "*.md", "*.ipynb", "*.yaml"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert {name for each in found for name in each[3:-2].split(",")} <= extras.keys(), "pages name extras that exist"
     extras = {name: packages for name, packages in extras.items() if name not in ("dev", "docs", "quickstart")}
     assert {name: re.findall('"(.+?)"', host.pip_install(name)) for name in extras} == extras
 
