@@ -173,7 +173,7 @@ def markdown_prose(source: str) -> str:
 SCOPES: tuple[tuple[Callable[[str], str], tuple[str, ...]], ...] = (
     (python_prose, tuple(f"{folder}/**/*.py" for folder in ("distcse", "tests", "benchmarks", "examples"))),
     (yaml_prose, tuple(f"{folder}/**/*.y*ml" for folder in ("distcse/recipes", "tune_spaces", "cluster"))),
-    (markdown_prose, ("docs/**/*.md", "README.md", "CONTRIBUTING.md", "cluster/README.md", "CHANGELOG.md")),
+    (markdown_prose, ("*.md", "benchmarks/*.md", "cluster/README.md", "docs/**/*.md")),
 )
 
 

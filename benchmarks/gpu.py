@@ -102,7 +102,7 @@ PEAK = 790e12
 """bf16 operations a second of an H200, what others measured: the unit of MFU here."""
 SENTENCES, EPOCHS = 1_000_000, 4
 PAIRS, CYCLES = 37_790, 3
-"""Trans-Encoder on the unlabelled STS pairs, and its number of cycles."""
+"""Trans-Encoder on the unlabeled STS pairs, and its number of cycles."""
 BI, CROSS = 128, 32
 """Pairs of a step (Trans-Encoder, Table 16)."""
 EVAL_STEPS, DEV_SENTENCES = 125, 3000
@@ -624,7 +624,7 @@ def profiled(student: Student, way: str) -> Iterator[Figure]:
     largest = sorted(kernels, key=lambda event: -event.self_device_time_total)[:KERNELS]
     terms = {f"{e.key[:60]}, ms": e.self_device_time_total / 1000 / count for e in largest}
     yield Figure(7, "busy share", *(100 * busy / wall,) * 3, setting=f"{way}, under the profiler", terms=terms)
-    yield counted(34, "synchronisations a step", waits / count, way)
+    yield counted(34, "synchronizations a step", waits / count, way)
 
 
 def losses(bench: Bench) -> Iterator[Figure]:
@@ -644,7 +644,7 @@ def losses(bench: Bench) -> Iterator[Figure]:
         yield of_spread(14, f"N = {n}", rounds.of(lambda s: 1000 * s["losses"], "wall"), "768 wide, eager")
 
 
-def optimiser(bench: Bench) -> Iterator[Figure]:
+def optimizer(bench: Bench) -> Iterator[Figure]:
     """Row 15."""
     parameters = dict(bench.model("base").named_parameters())
     for parameter in parameters.values():
@@ -660,7 +660,7 @@ def encode_rates(bench: Bench) -> dict[str, float]:
 
 
 def encode_rate(bench: Bench, shape: str, count: int) -> float:
-    """Sentences a second of a teacher, tokenising included."""
+    """Sentences a second of a teacher, tokenizing included."""
     teacher, texts = frozen(bench, shape), bench.texts(64 if bench.tiny else count)
     sampler = bench.sampler(lambda: teacher.encode(texts, precision="fp16"), 1)
     sampler(1)
@@ -709,7 +709,7 @@ def encoding(bench: Bench) -> Iterator[Figure]:
     }
     rounds = interleave(ways, bench.effort, again="ours")
     seconds = {f"{name}, s": rounds.of(lambda s, name=name: s[name], "wall").median for name in ways}  # type: ignore[misc]
-    at = f"base, {count:,} sentences, tokenising included, batches of 32 and of 256 against distcse's own"
+    at = f"base, {count:,} sentences, tokenizing included, batches of 32 and of 256 against distcse's own"
     yield replace(of_ratio(11, "default (fp32) / fp16", rounds, "default", "ours", at, "wall"), terms=seconds)
     yield of_ratio(11, "tuned, same dtype (fp16)", rounds, "tuned", "ours", at, "wall")
     real, processed = tokens_of(ours, texts)
@@ -923,7 +923,7 @@ PARTS: dict[tuple[int, ...], Callable[[Bench], Iterator[Figure]]] = {
     (13,): last_layers,
     (33,): gradient_cache,
     (14,): losses,
-    (15,): optimiser,
+    (15,): optimizer,
     (11, 12): encoding,
     (10,): fidelity,
     (30,): teacher_memory,

@@ -1,7 +1,7 @@
 """Run each command of the pages in docs/tutorials again and replace the recorded output with the new one.
 
 A page is text with blocks of ```console in it. In a block, a line that begins with `$ ` is typed into one bash, in a new folder
-in which `data` is the folder of labelled sets and `DISTCSE` this clone. What follows, up to the next such line, is what it
+in which `data` is the folder of labeled sets and `DISTCSE` this clone. What follows, up to the next such line, is what it
 printed, and `[12 s]` how long it took if that is a second or more.
 
     DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/tutorials/research.md

@@ -3,7 +3,7 @@
     python -m distcse.train search-family student=M teacher=M RUN_ID… 'corpus.sources.0.path=…' …
     python -m benchmarks.latency --family runs/FAMILY --others all-MiniLM-L6-v2=FOLDER … --picture docs/pictures/search.svg
 
-The students learned 8,126 unlabelled texts of the same four packages' documentation; the set's functions are not among them. Each
+The students learned 8,126 unlabeled texts of the same four packages' documentation; the set's functions are not among them. Each
 model searches its own vectors of the documents. Times are the best of several calls on one sentence, in fp32.
 """
 

@@ -52,7 +52,7 @@ def measure(options: Options) -> Report:
 
 
 def sts_pairs(data: Path) -> list[tuple[str, str]]:
-    """The unlabelled STS pairs, in a fixed random order."""
+    """The unlabeled STS pairs, in a fixed random order."""
     (file,) = (data / "pairs" / "sts_unlabelled").iterdir()
     table = read_table(file)
     pairs = list(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True))

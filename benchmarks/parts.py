@@ -56,7 +56,7 @@ def measure(options: Options) -> Report:
         if options.wants(14):
             figures += losses(effort, (16, 32) if options.quick else (128, 1024))
         if options.wants(15):
-            figures += [optimiser(effort, "tiny" if options.quick else "base")]
+            figures += [optimizer(effort, "tiny" if options.quick else "base")]
         if options.wants(7):
             figures += [host_work(Path(folder) / "dispatch", options)]
     return Report("parts", machine(), {"pairs": options.pairs, "threads": 1}, figures, options.quick)
@@ -193,7 +193,7 @@ def terms_of(n: int, width: int = 768) -> Any:
     return all_terms
 
 
-def optimiser(effort: Effort, size: str) -> Figure:
+def optimizer(effort: Effort, size: str) -> Figure:
     """Row 15: an update of all weights of an encoder, by AdamW as PyTorch gives it and as distcse asks for it."""
     from transformers import BertModel
 

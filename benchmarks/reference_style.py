@@ -175,14 +175,14 @@ def simcse(tau: float) -> Callable[..., Tensor]:
 
 
 def ranks(similarities: Tensor) -> Tensor:
-    """(N, n) similarities -> (N, n) centred unit rank vectors: a sort, then each row written through its order in Python."""
+    """(N, n) similarities -> (N, n) centered unit rank vectors: a sort, then each row written through its order in Python."""
     order = similarities.argsort(dim=1)
     found = torch.zeros_like(similarities)
     places = torch.arange(similarities.shape[1], dtype=similarities.dtype, device=similarities.device)
     for row in range(len(similarities)):
         found[row, order[row]] = places
-    centred = found - found.mean(dim=1, keepdim=True)
-    return centred / (centred**2).sum(dim=1, keepdim=True).sqrt()
+    centered = found - found.mean(dim=1, keepdim=True)
+    return centered / (centered**2).sum(dim=1, keepdim=True).sqrt()
 
 
 def rank_similarities(similarities: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ def batches_of(texts: Sequence[str], batch: int = 128) -> list[list[int]]:
 def encode(
     model: nn.Module, tokenizer: Any, texts: Sequence[str], pooling: str = "cls", batch: int = 128
 ) -> np.ndarray:
-    """(n, H) vectors as the dev evaluation makes them: by number of words, tokenised anew, in float32."""
+    """(n, H) vectors as the dev evaluation makes them: by number of words, tokenized anew, in float32."""
     model.eval()
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     for places in batches_of(texts, batch):

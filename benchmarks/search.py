@@ -252,8 +252,8 @@ def copy_set(source: Path, target: Path) -> None:
     queries, corpus = (
         [json.loads(line) for line in lines_of(source / f"{name}.jsonl.gz")] for name in ("queries", "corpus")
     )
-    (judgements,) = (source / "qrels").glob("*.tsv")
-    header, *lines = judgements.read_text().splitlines()
+    (judgments,) = (source / "qrels").glob("*.tsv")
+    header, *lines = judgments.read_text().splitlines()
     if len({row["_id"] for row in queries}) < len(queries):
         assert len(queries) == len(corpus) == len(lines)
         for number, (query, document) in enumerate(zip(queries, corpus, strict=True)):
@@ -263,7 +263,7 @@ def copy_set(source: Path, target: Path) -> None:
     for name, rows in (("queries", queries), ("corpus", corpus)):
         (target / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (target / "qrels").mkdir()
-    (target / "qrels" / judgements.name).write_text("\n".join([header, *lines]) + "\n")
+    (target / "qrels" / judgments.name).write_text("\n".join([header, *lines]) + "\n")
 
 
 if __name__ == "__main__":

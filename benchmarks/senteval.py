@@ -5,7 +5,7 @@
 SentEval (Conneau and Kiela 2018; `tools/classifier.py`) trains one linear layer with Adam, for every fold and every L2
 strength from the same seed. Therefore all fits over the same number of rows have the same initial weights and the same
 order of batches, and are trained together here: the rows of a batch are gathered once for all strengths of a fold, and
-logits and gradients of all folds are one batched product. SentEval's behaviour is reproduced exactly, including:
+logits and gradients of all folds are one batched product. SentEval's behavior is reproduced exactly, including:
 
 - sentences are ordered by number of words, then label, which decides the folds (`StratifiedKFold`, shuffled, seed 1111);
 - an epoch is `epoch_size` passes, and `max_epochs` counts passes;

@@ -3,7 +3,7 @@
     python -m benchmarks.side_by_side --data ../shared/data [--pairs 1000] [--rounds 3]
 
 Each group has one CPU of a local Ray cluster: layers 0, 2, 4 and layers 1, 3, 5 of all-MiniLM-L6-v2, one cycle, one epoch a
-phase. Timed from the first training to the end of the last group; actors are up and pairs are tokenised by then.
+phase. Timed from the first training to the end of the last group; actors are up and pairs are tokenized by then.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ ROWS = (
     ),
     Row(
         4,
-        "epoch with dev evaluations, text tokenised, tables made: reference style / ours",
+        "epoch with dev evaluations, text tokenized, tables made: reference style / ours",
         (Part("125 steps and one score", ">= 3", ">= 5"),),
         (Part("125 steps and one score", ">= 8", ">= 15"),),
     ),
@@ -173,7 +173,7 @@ ROWS = (
     ),
     Row(
         15,
-        "optimiser: default AdamW / fused",
+        "optimizer: default AdamW / fused",
         (Part("BERT-base", ">= 3"),),
         (Part("fused step, BERT-base", "<= 1.2", unit="ms"),),
     ),
@@ -314,7 +314,7 @@ ROWS = (
     ),
     Row(
         32,
-        "tokenisation",
+        "tokenization",
         (
             Part("passes over the corpus, first run", "== 1", unit="passes"),
             Part("passes over the corpus, second run", "== 0", unit="passes"),
@@ -335,7 +335,7 @@ ROWS = (
         34,
         "waits of the host for the device",
         (Part("numbers read from tensors a step", "<= 0.02", unit=""),),
-        (Part("synchronisations a step", "<= 0.02", unit=""),),
+        (Part("synchronizations a step", "<= 0.02", unit=""),),
     ),
 )
 """All rows, in order. Rows 22 and 24 to 29 have no GPU column here: the GPU script runs without Ray."""

@@ -284,7 +284,7 @@ def _noted(texts: Sequence[str], calls: list[int], encode: Callable[..., Any]) -
 
 
 def tokens(folder: Path, options: Options, effort: Effort) -> list[Figure]:
-    """Row 32: how often a sentence is tokenised, and how fast."""
+    """Row 32: how often a sentence is tokenized, and how fast."""
     limit = 500 if options.quick else 20_000
     corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), open_store(folder))
     encoder = Encoder.load(MINILM, max_length=32)
@@ -299,8 +299,8 @@ def tokens(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     def fresh() -> None:
         TokenTable.prepare(corpus, encoder.tokenizer, 32, open_store(folder / str(next(caches))))
 
-    rounds = interleave({"tokenise": timed(fresh)}, Effort(effort.pairs, 1, 0.0))
-    rate = rounds.of(lambda s: limit / s["tokenise"])
+    rounds = interleave({"tokenize": timed(fresh)}, Effort(effort.pairs, 1, 0.0))
+    rate = rounds.of(lambda s: limit / s["tokenize"])
     return [
         counted(32, "passes over the corpus, first run", passes),
         counted(32, "passes over the corpus, second run", max(again, default=0) / len(corpus)),

@@ -56,7 +56,7 @@ class Teacher:
     table: Vectors
     """(n, d) vectors of the corpus."""
     labelled: Vectors
-    """(m, d) vectors of the labelled sentences."""
+    """(m, d) vectors of the labeled sentences."""
     spread: float
     """Standard deviation of the cosines of different rows."""
     mean: Vectors

@@ -205,7 +205,7 @@ class UnsuitableTeacherError(TeacherError, code="DCSE-T05"):
 
 
 class ComparisonError(TeacherError, code="DCSE-T07"):
-    """The comparison of teachers has too few teachers or sentences, or no labelled dev set to fit weights to."""
+    """The comparison of teachers has too few teachers or sentences, or no labeled dev set to fit weights to."""
 
 
 class RefusedTextError(TeacherError, code="DCSE-T08"):
@@ -225,15 +225,15 @@ class ReusedTableError(EmbeddingTableError, code="DCSE-T09"):
 
 
 class EvaluationError(DistcseError, code="DCSE-E00"):
-    """Base of the errors in labelled sets and in what evaluation measures."""
+    """Base of the errors in labeled sets and in what evaluation measures."""
 
 
 class EvaluationDataError(EvaluationError, code="DCSE-E01"):
-    """A labelled set, or the folder with the sets, does not exist."""
+    """A labeled set, or the folder with the sets, does not exist."""
 
 
 class EvaluationFormatError(EvaluationError, code="DCSE-E02"):
-    """A labelled set is malformed, lacks a column, or has too few different labels or scores."""
+    """A labeled set is malformed, lacks a column, or has too few different labels or scores."""
 
 
 class EvaluationOptionError(EvaluationError, code="DCSE-E04"):
@@ -249,7 +249,7 @@ class ModelOutputError(EvaluationError, code="DCSE-E06"):
 
 
 class DownloadError(EvaluationError, code="DCSE-E07"):
-    """The published file of a labelled set cannot be downloaded, or is another than the published one."""
+    """The published file of a labeled set cannot be downloaded, or is another than the published one."""
 
 
 class RunError(DistcseError, code="DCSE-X00"):

@@ -63,7 +63,7 @@ def push(
     Args:
         model: A run's folder or a model's, or the address of either in object storage.
         to: USER/NAME on the hub; created if it does not exist.
-        licence: Licence to write into the card, such as `apache-2.0`. Default: unchanged.
+        licence: License to write into the card, such as `apache-2.0`. Default: unchanged.
         private: Whether a new model is seen by you alone. Default: False.
         dry_run: Prepare the model, and upload nothing. Default: False.
         listen: Receives a warning for each thing that readers of the card will miss. Default: warns on standard error.
@@ -157,7 +157,7 @@ def shorten_paths(private: Sequence[str], text: str) -> str:
 
 
 def _card(card: Path, licence: str | None) -> list[str]:
-    """Write the licence into a model card; return remarks about what the card lacks."""
+    """Write the license into a model card; return remarks about what the card lacks."""
     if not card.is_file():
         return ["there is no model card (README.md), so readers will not know what this model is; write one"]
     text = card.read_text(encoding="utf-8")
@@ -171,5 +171,5 @@ def _card(card: Path, licence: str | None) -> list[str]:
     return (
         []
         if "license" in metadata
-        else ["the model card has no licence; add --licence ID (text, backbone and teachers limit the choice)"]
+        else ["the model card has no license; add --license ID (text, backbone and teachers limit the choice)"]
     )

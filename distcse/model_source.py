@@ -21,7 +21,7 @@ _ADDRESS = re.compile(r"\w+://\S+")
 _MODEL_FILES = (".safetensors", ".json", ".txt", ".model", ".tiktoken")
 """Suffixes of the files from which a model and its tokenizer are loaded; with its code, also `.py`."""
 _HUB_FILES = [*(f"*{suffix}" for suffix in _MODEL_FILES), "1_Pooling/*", "2_Normalize/*", "README.md"]
-"""The last one has the licence and the language that a student's card inherits."""
+"""The last one has the license and the language that a student's card inherits."""
 _IGNORED_HUB_FILES = [
     "*.bin",
     "*.pt",

@@ -82,8 +82,8 @@ def main() -> None:
     write_lines(
         search / "corpus.jsonl", [json.dumps({"_id": f"d{n}", "text": entry.description}) for n, entry in numbered]
     )
-    judgements = [f"q{number}\td{number}\t1" for number, _ in numbered]
-    write_lines(search / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore", *judgements])
+    judgments = [f"q{number}\td{number}\t1" for number, _ in numbered]
+    write_lines(search / "qrels" / "test.tsv", ["query-id\tcorpus-id\tscore", *judgments])
     print(f"{len(queries):,} queries, {len(documents):,} documents, and a set of {len(found):,} in {options.out}")
 
 

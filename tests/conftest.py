@@ -85,7 +85,7 @@ def data_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """The folder of the labelled sets and the Wikipedia sentences."""
+    """The folder of the labeled sets and the Wikipedia sentences."""
     folder = data_folder()
     if not folder.is_dir():
         pytest.skip(f"no evaluation data at {folder}; set DISTCSE_DATA")
@@ -112,7 +112,7 @@ def minilm() -> str:
 @pytest.fixture(scope="session")
 def sentences() -> list[str]:
     """A few hundred different sentences."""
-    subjects = "A man, The old woman, My neighbour, A small dog, The president, A child, Our teacher, The cat"
+    subjects = "A man, The old woman, My neighbor, A small dog, The president, A child, Our teacher, The cat"
     verbs = "is playing, reads about, has bought, talks of, was painting, sees, wants, dreams of"
     objects = "a guitar, the house by the river, three green apples, the news, a broken bicycle, nothing at all"
     parts = product(subjects.split(", "), verbs.split(", "), objects.split(", "))
@@ -166,7 +166,7 @@ def shared_recipe(
 
 @pytest.fixture(scope="session")
 def labelled(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> Path:
-    """A data folder with small labelled sets."""
+    """A data folder with small labeled sets."""
     from tests.labelled import make_data
 
     return make_data(tmp_path_factory.mktemp("labelled"), sentences)

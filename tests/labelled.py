@@ -1,4 +1,4 @@
-"""Small labelled sets in the layout of the published ones."""
+"""Small labeled sets in the layout of the published ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small mutual distillations: tiny models, pairs of a few sentences, a labelled dev file; and their labels."""
+"""Small mutual distillations: tiny models, pairs of a few sentences, a labeled dev file; and their labels."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_batched_fits_equal_sentevals_single_fits(classes: int) -> None:
 
 
 def make_task(rows: int) -> tuple[TransferTask, VectorModel]:
-    """Create a task with two classes, whose vectors are points around two centres."""
+    """Create a task with two classes, whose vectors are points around two centers."""
     x, y = blobs(rows, 2, noise=0.9)
     texts = [f"text number {n}" for n in range(rows)]
     vectors = dict(zip(texts, x.numpy(), strict=True))

@@ -111,7 +111,7 @@ class Run:
         """Compare the run's models with another one: quality, size and speed.
 
         Args:
-            data: A folder with labelled sets, of which every suite is measured that it has a folder of; a retrieval set in BEIR's
+            data: A folder with labeled sets, of which every suite is measured that it has a folder of; a retrieval set in BEIR's
                 layout; or texts without labels, as a list or a file.
             against: `teacher`, the model that the run compares its own with; or a run's or a model's folder, or a hub id.
             listen: As for `run`.
@@ -228,7 +228,7 @@ def evaluate(
     Raises:
         StoppedEarlyError: It was stopped before the first model was measured.
         EvaluationOptionError: An option is invalid, or there is nothing to measure.
-        EvaluationError: A labelled set is missing or malformed.
+        EvaluationError: A labeled set is missing or malformed.
         EncoderError: A model cannot be loaded.
     """
     if aggregate not in AGGREGATES:

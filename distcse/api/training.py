@@ -142,7 +142,7 @@ def distill(
     stop_requested: Callable[[], bool] = lambda: False,
     **values: Any,
 ) -> Run:
-    """Distil a small sentence encoder from larger ones, on unlabelled texts.
+    """Distill a small sentence encoder from larger ones, on unlabeled texts.
 
     The settings are those of the packaged recipe `search` for queries and documents; for other texts those of `best-small` for
     one teacher, and of `three-teachers` for several.
@@ -338,7 +338,7 @@ def compare(
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> tuple[TeacherComparison | None, EnsembleScores | None]:
-    """Compare a recipe's teachers on a sample of its text and on the labelled dev sets, as `distcse embed --compare` does.
+    """Compare a recipe's teachers on a sample of its text and on the labeled dev sets, as `distcse embed --compare` does.
 
     Args:
         recipe: A student's recipe, a packaged one's name, or a YAML file.
@@ -350,7 +350,7 @@ def compare(
         stop_requested: Polled between batches; True ends the comparison.
 
     Returns:
-        How far the teachers agree on the sample; and the ensemble's dev scores, None if the recipe has no labelled dev set.
+        How far the teachers agree on the sample; and the ensemble's dev scores, None if the recipe has no labeled dev set.
 
     Raises:
         StoppedEarlyError: `stop_requested` returned True.

@@ -50,7 +50,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, Commands]:
     tree = argparse.ArgumentParser(
         prog="distcse",
         usage="distcse COMMAND …",
-        description="\n\n".join(["Distil small sentence encoders from large ones.", *parts, f"usual calls:\n{calls}"]),
+        description="\n\n".join(["Distill small sentence encoders from large ones.", *parts, f"usual calls:\n{calls}"]),
         epilog="distcse COMMAND --help shows a command's options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""The command data: download labelled sets, and convert published files."""
+"""The command data: download labeled sets, and convert published files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_commands(commands: Commands) -> None:
         commands,
         "data",
         show_help,
-        "Write the labelled sets of evaluation, and Trans-Encoder's pairs, to a data folder.",
+        "Write the labeled sets of evaluation, and Trans-Encoder's pairs, to a data folder.",
         "get sts beir:scifact --data data",
         kept="downloads and complete sets are kept, and the same command continues",
     )

@@ -318,7 +318,7 @@ def _add_push(commands: Commands) -> None:
         "push",
         _push,
         "Upload a run's model to the Hugging Face hub: weights, tokenizer, card and recipe; no text, no checkpoints.",
-        "runs/my-run --to me/my-student --licence apache-2.0",
+        "runs/my-run --to me/my-student --license apache-2.0",
         kept="nothing or all was uploaded",
     )
     parser.add_argument("model", metavar="RUN", help="a run's folder, or a model's; or its address")
@@ -326,7 +326,9 @@ def _add_push(commands: Commands) -> None:
         "--to", required=True, metavar="USER/NAME", help="the model's name on the hub; made if it is new"
     )
     parser.add_argument("--private", action="store_true", help="a new model is seen by you alone")
-    parser.add_argument("--licence", metavar="ID", help="written into the card, such as apache-2.0")
+    parser.add_argument(
+        "--license", "--licence", dest="licence", metavar="ID", help="written into the card, such as apache-2.0"
+    )
     parser.add_argument("--dry-run", action="store_true", help="show what would be uploaded")
     add_output_options(parser)
 

@@ -23,7 +23,7 @@ GROUPS = {
         "train": "train a student from a recipe; resume or repeat a run",
         "tune": "search a recipe's parameters",
         "embed": "embed a corpus with a recipe's teachers, or compare the teachers",
-        "data": "download labelled sets, or convert published files",
+        "data": "download labeled sets, or convert published files",
     },
     "look first": {
         "recipe": "list, copy and validate recipes; print their schemas",

@@ -52,12 +52,12 @@ def _add_train(commands: Commands) -> None:
         commands,
         "train",
         _train,
-        "Distil a student sentence encoder from frozen teachers.",
+        "Distill a student sentence encoder from frozen teachers.",
         "rankcse-listmle-bert-base corpus.path=text.txt.gz objective.rank.tau2=0.025",
         kept="the last checkpoint is kept",
     )
     add_recipe_words(parser, optional=True)
-    parser.add_argument("--corpus", metavar="FILE", help="the unlabelled text, as corpus.path=FILE")
+    parser.add_argument("--corpus", metavar="FILE", help="the unlabeled text, as corpus.path=FILE")
     parser.add_argument(
         "--seeds",
         nargs="+",
@@ -71,7 +71,7 @@ def _add_train(commands: Commands) -> None:
         metavar="RUN",
         help="repeat the run in this directory, or at this address, in a new one, on the same data, and compare the weights",
     )
-    add_start_options(parser, "run", "recipe, text, labelled sets, models and cluster")
+    add_start_options(parser, "run", "recipe, text, labeled sets, models and cluster")
     add_output_options(parser)
 
 
@@ -241,7 +241,7 @@ def _add_tune(commands: Commands) -> None:
     )
     parser.add_argument("--space", metavar="SPACE", help="the search space: a packaged one's name, or a YAML file")
     parser.add_argument("--print-space", action="store_true", help="check and print the resolved space and stop")
-    add_start_options(parser, "sweep", "recipe, space, text, labelled sets, models and cluster")
+    add_start_options(parser, "sweep", "recipe, space, text, labeled sets, models and cluster")
     add_output_options(parser)
 
 
@@ -431,13 +431,13 @@ def _add_embed(commands: Commands) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="embed a sample only: a card for each teacher, agreement of each two, and what the ensemble loses on the labelled "
+        help="embed a sample only: a card for each teacher, agreement of each two, and what the ensemble loses on the labeled "
         "dev sets without each",
     )
     parser.add_argument(
         "--fit-weights",
         action="store_true",
-        help="fit the teachers' alpha to the ensemble's score on the labelled dev sets (evaluation.data), without a student",
+        help="fit the teachers' alpha to the ensemble's score on the labeled dev sets (evaluation.data), without a student",
     )
     parser.add_argument(
         "--sentences", type=int, default=2000, metavar="N", help="sentences of the comparison (default: 2000)"

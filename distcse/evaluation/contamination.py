@@ -57,10 +57,10 @@ class Contamination:
             for name in ("sentences", "exact", "normalized")
         )
         if not normalized:
-            return f"the training text contains none of {total:,} labelled sentences"
+            return f"the training text contains none of {total:,} labeled sentences"
         advice = f"; set {excluding_key}: true to leave them out" if excluding_key else ""
         return (
-            f"of {total:,} labelled sentences the training text contains {exact:,} exactly, {normalized:,} ignoring case and "
+            f"of {total:,} labeled sentences the training text contains {exact:,} exactly, {normalized:,} ignoring case and "
             f"punctuation{advice}"
         )
 
@@ -157,7 +157,7 @@ STS-B dev, a sample of the years' STS sets, contains 8.8 % of STS12 and less of 
 
 
 def evaluation_sentences(section: CorpusSection, folder: Path | None, extra: Iterable[str] = ()) -> Excluded | None:
-    """Return the sentences to exclude from a corpus: those of the labelled sets; None if the recipe excludes none."""
+    """Return the sentences to exclude from a corpus: those of the labeled sets; None if the recipe excludes none."""
     if not section.exclude_evaluation:
         return None
     sentences = [*extra]
@@ -167,7 +167,7 @@ def evaluation_sentences(section: CorpusSection, folder: Path | None, extra: Ite
         if (dev := DatasetFolder(folder).load(STSB_DEV)) is not None:
             sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique
     if not sentences:
-        raise EvaluationDataError(f"corpus.exclude_evaluation: {folder} contains no labelled set; set evaluation.data")
+        raise EvaluationDataError(f"corpus.exclude_evaluation: {folder} contains no labeled set; set evaluation.data")
     return Excluded.of(sentences)
 
 

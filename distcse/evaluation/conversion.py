@@ -106,7 +106,7 @@ def _write(file: Path, rows: Iterable[Row], header: Row | None = None) -> int:
 
 
 def _convert_beir(corpus: Path, data: Path, done: Conversion) -> None:
-    """Copy a set of BEIR's layout, with the judgements of one split and the queries that have any."""
+    """Copy a set of BEIR's layout, with the judgments of one split and the queries that have any."""
     source = corpus.parent
     prefix = "cqadupstack-" if source.parent.name == "cqadupstack" else ""
     folder = data / "retrieval" / f"{prefix}{source.name}"

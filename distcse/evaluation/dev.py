@@ -1,6 +1,6 @@
 """The dev sets by which checkpoints are selected.
 
-They are published ones (STS-B dev, SICK-R trial, the mean of both), or one of the user: scored or labelled pairs, triplets, or
+They are published ones (STS-B dev, SICK-R trial, the mean of both), or one of the user: scored or labeled pairs, triplets, or
 queries with relevant documents.
 """
 
@@ -170,7 +170,7 @@ Dev = LabelledDev | CustomDev
 
 
 def read_dev(recipe: Recipe | MutualRecipe) -> Dev | None:
-    """Read the labelled dev sets of a recipe; None if it has none."""
+    """Read the labeled dev sets of a recipe; None if it has none."""
     name = recipe.dev_score
     if name == "none" or (name == "agreement" and not isinstance(recipe, MutualRecipe)):
         return None

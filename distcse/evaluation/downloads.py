@@ -1,4 +1,4 @@
-"""Download the published files of labelled sets: resumed where they broke off, checked, and unpacked safely."""
+"""Download the published files of labeled sets: resumed where they broke off, checked, and unpacked safely."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def collect(
     if not found.tasks:
         missing = f" ({'; '.join(found.missing[:3])})" if found.missing else ""
         raise EvaluationOptionError(
-            f"there is no set to measure{missing}; set --data to a folder with labelled sets, or add one with --add; "
+            f"there is no set to measure{missing}; set --data to a folder with labeled sets, or add one with --add; "
             "without labels, compare models on your own texts with --texts FILE"
         )
     return found

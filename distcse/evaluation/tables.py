@@ -1,4 +1,4 @@
-"""Tables of labelled data: tab-separated text, CSV, JSON lines or Parquet. Errors name the file and the line or row."""
+"""Tables of labeled data: tab-separated text, CSV, JSON lines or Parquet. Errors name the file and the line or row."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class _JensenShannon(torch.autograd.Function):
 def negative_entropy(logits: Tensor, other: Tensor) -> Tensor:
     """Compute (R,) values -(H(P) + H(Q)) / 2, which RankCSE's public code computes in place of the Jensen-Shannon divergence.
 
-    That code clamps log M to 1e-7, which leaves a confidence penalty that pushes both lists towards uniform.
+    That code clamps log M to 1e-7, which leaves a confidence penalty that pushes both lists toward uniform.
     """
     log_p, log_q = logits.log_softmax(dim=1), other.log_softmax(dim=1)
     return 0.5 * ((log_p.exp() * log_p).sum(dim=1) + (log_q.exp() * log_q).sum(dim=1))

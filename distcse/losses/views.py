@@ -24,7 +24,7 @@ class Detection:
 
     Attributes:
         loss: Sum of the tokens' cross-entropies.
-        counts: (5,) tokens the mean is over; edited tokens, those of them found; kept tokens, those of them recognised.
+        counts: (5,) tokens the mean is over; edited tokens, those of them found; kept tokens, those of them recognized.
     """
 
     loss: Tensor

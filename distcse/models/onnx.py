@@ -171,7 +171,7 @@ class ExportedFile:
     min_cosine: float
     """Minimum of these cosines."""
     spearman: float | None
-    """On STS-B dev, times 100; None without labelled data."""
+    """On STS-B dev, times 100; None without labeled data."""
 
     @property
     def description(self) -> str:
@@ -188,7 +188,7 @@ class ExportResult:
 
     files: list[ExportedFile]
     spearman: float | None
-    """Torch's score on STS-B dev, times 100; None without labelled data."""
+    """Torch's score on STS-B dev, times 100; None without labeled data."""
     opset: int = OPSET
 
 

@@ -120,7 +120,7 @@ class StaticEncoder:
         device: str = "cpu",
         on_step: Callable[[], None] = lambda: None,
     ) -> StaticEncoder:
-        """Train the tokens' vectors towards target vectors by their cosine, with model2vec's trainer; return the trained model.
+        """Train the tokens' vectors toward target vectors by their cosine, with model2vec's trainer; return the trained model.
 
         Args:
             texts: n texts.

@@ -261,7 +261,7 @@ class WeightInterpolation:
         self._initial = {name: parameter.detach().cpu().clone() for name, parameter in named} if weight else {}
 
     def interpolate(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights by name, with each encoder parameter interpolated towards its initial value."""
+        """Return the weights by name, with each encoder parameter interpolated toward its initial value."""
         return {
             name: torch.lerp(trained, self._initial[name].to(trained), self._weight)
             if name in self._initial

@@ -33,7 +33,7 @@ FITS = 0.92
 PROCESS = 0.45 * 2**30
 """Bytes of a process after its imports: Python and its libraries, or on a GPU the CUDA context."""
 DEV_SENTENCES = {"none": 0, "stsb": 3000, "sickr": 1000, "stsb_sickr": 4000}
-"""Sentences of the labelled dev sets, by `evaluation.dev`."""
+"""Sentences of the labeled dev sets, by `evaluation.dev`."""
 _DEV_TOKENS = 15.1
 """Mean length of STS-B dev's sentences in BERT's WordPiece tokens; measured."""
 _TOKENIZED = 12_000.0

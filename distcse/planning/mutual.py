@@ -62,7 +62,7 @@ class _Pairs:
         except DistcseError:  # the files are elsewhere
             pass
         number = counted or recipe.pairs.limit or _ASSUMED_PAIRS
-        why = "pairs in files are not tokenised for a plan"
+        why = "pairs in files are not tokenized for a plan"
         why += "" if counted else f"; {number:,} pairs assumed: give --corpus-rows"
         return cls(number, assumed_lengths(2 * number, why))
 

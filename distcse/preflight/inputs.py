@@ -1,4 +1,4 @@
-"""Whether the text, the labelled sets and the model folders of a recipe are on this machine: answered without PyTorch."""
+"""Whether the text, the labeled sets and the model folders of a recipe are on this machine: answered without PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distcse.text import check_sources
 
 
 def require_inputs(recipe: BaseRecipe) -> None:
-    """Check a recipe's text, labelled sets and models before PyTorch is imported and Ray starts.
+    """Check a recipe's text, labeled sets and models before PyTorch is imported and Ray starts.
 
     Models of the hub and of object storage are not looked up.
     """
@@ -25,7 +25,7 @@ def require_inputs(recipe: BaseRecipe) -> None:
 
 
 def input_questions(recipe: BaseRecipe, needs_text: bool = True) -> list[Question]:
-    """Ask for a recipe's labelled sets, which are not read, and for its text with its column."""
+    """Ask for a recipe's labeled sets, which are not read, and for its text with its column."""
     inputs, questions = recipe.inputs, list[Question]()
     if inputs.labelled is not None or inputs.labelled_for is not None:
         questions.append(("evaluation.data", partial(_find_labelled, inputs)))

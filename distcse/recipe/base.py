@@ -37,9 +37,9 @@ class RecipeInputs:
     corpus: CorpusSection | None = None
     """The sentences to train on."""
     labelled: str | None = None
-    """Folder of the labelled sets."""
+    """Folder of the labeled sets."""
     labelled_for: str | None = None
-    """Setting that needs the folder of labelled sets, such as `evaluation.dev is stsb`; None if no setting does."""
+    """Setting that needs the folder of labeled sets, such as `evaluation.dev is stsb`; None if no setting does."""
 
 
 class BaseRecipe(Section):

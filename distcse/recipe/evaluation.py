@@ -39,7 +39,7 @@ class EvaluationSection(Section):
     """Evaluation during training and at its end."""
 
     data: str | None = None
-    """Folder of labelled sets ([layout](../how-to/evaluate.md#the-data-folder)); `package:NAME/FOLDER` is inside a package."""
+    """Folder of labeled sets ([layout](../how-to/evaluate.md#the-data-folder)); `package:NAME/FOLDER` is inside a package."""
     dev: str = "auto"
     """Score that selects the checkpoint: Spearman's correlation on `stsb` (dev), `sickr` (trial) or `stsb_sickr` (their mean);
     `agreement` with the teachers on held-out rows, of a corpus with queries

@@ -112,7 +112,7 @@ class RankSection(LossSection):
     weight_key = "gamma"
 
     form: Literal["list_net", "list_mle"] = "list_net"
-    """`list_net` matches top-one distributions; `list_mle` maximises the likelihood of the teachers' order."""
+    """`list_net` matches top-one distributions; `list_mle` maximizes the likelihood of the teachers' order."""
     gamma: Weight = 1.0
     """Weight γ of the term in the sum."""
     tau2: Temperature = 0.05
@@ -185,7 +185,7 @@ class RegressionSection(LossSection):
 
     projection: str | None = None
     """Run, by folder or address, whose projection is used, so that this student can search that one's index; text, teachers,
-    weights and width must be equal. null fits a projection, rotated towards the student's initial vectors."""
+    weights and width must be equal. null fits a projection, rotated toward the student's initial vectors."""
 
     def term(self, tau1: float) -> ClassAndArguments:
         return "distcse.losses.regression:Regression", {"form": self.form}
@@ -201,7 +201,7 @@ class CandidateRankSection(LossSection):
     weight: Weight = 1.0
     """Weight of the term in the sum."""
     form: Literal["list_net", "list_mle", "margin_mse"] = "list_net"
-    """`list_net` matches distributions, as the Kullback-Leibler divergence does; `list_mle` maximises the likelihood of the
+    """`list_net` matches distributions, as the Kullback-Leibler divergence does; `list_mle` maximizes the likelihood of the
     teachers' order; `margin_mse` fits the differences of two candidates' scores."""
     tau2: Temperature = 0.05
     """Temperature of the student's list."""

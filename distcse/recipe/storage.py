@@ -24,7 +24,7 @@ class StorageSection(Section):
     run_id: Name | None = None
     """Name of the run's directory: the same command begins the run, or resumes it. null names each run by recipe and time."""
     cache: str = "~/.cache/distcse"
-    """Folder of tokenised corpora and teacher tables of all runs. `DISTCSE_CACHE` overrides the default."""
+    """Folder of tokenized corpora and teacher tables of all runs. `DISTCSE_CACHE` overrides the default."""
 
     @field_validator("runs", "cache")
     @classmethod

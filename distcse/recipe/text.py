@@ -1,4 +1,4 @@
-"""Sections of the unlabelled text: `corpus`, `candidates` of its queries, and `pairs` of a mutual distillation."""
+"""Sections of the unlabeled text: `corpus`, `candidates` of its queries, and `pairs` of a mutual distillation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SourceSection(TextSection):
 
 
 class CorpusSection(TextSection):
-    """The unlabelled text: `path` or `dataset`, or `sources` with roles."""
+    """The unlabeled text: `path` or `dataset`, or `sources` with roles."""
 
     sources: list[SourceSection] = Field(default_factory=list)
     """Files or data sets with a role each, such as queries and documents ([search](../how-to/search.md)), in place of `path`."""
@@ -68,7 +68,7 @@ class CorpusSection(TextSection):
     """`exact` leaves out sentences that equal an earlier one of their role (`limit` counts them); `none` keeps them. Teachers
     embed them once either way."""
     exclude_evaluation: bool = False
-    """Drop sentences of the labelled sets in `evaluation.data` and of the dev set, ignoring case, punctuation and spacing."""
+    """Drop sentences of the labeled sets in `evaluation.data` and of the dev set, ignoring case, punctuation and spacing."""
 
     @property
     def all_sources(self) -> list[SourceSection]:
@@ -161,7 +161,7 @@ class MiningSection(Section):
     """Pairs mined from raw text, without any test set."""
 
     corpus: CorpusSection
-    """Unlabelled text to mine."""
+    """Unlabeled text to mine."""
     pairs: Annotated[int, Field(ge=2)] = 10_000
     """Number of pairs to mine."""
     num_neighbors: Annotated[int, Field(ge=1)] = 20
@@ -187,7 +187,7 @@ class MiningSection(Section):
 
 
 class PairsSection(Section):
-    """The unlabelled sentence pairs: exactly one of `path`, `task` and `mine`."""
+    """The unlabeled sentence pairs: exactly one of `path`, `task` and `mine`."""
 
     path: str | list[str] | None = None
     """File or files with two columns of sentences: .tsv, .csv, .jsonl (each also .gz) or .parquet."""

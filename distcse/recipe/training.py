@@ -32,7 +32,7 @@ _UNKNOWN_TO_CHECKPOINTS = ("offload_optimizer", "offload_param")
 
 
 class LoopSection(Section):
-    """Training loop: batch, optimiser, learning-rate schedule and engine."""
+    """Training loop: batch, optimizer, learning-rate schedule and engine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
     """Sentences (or pairs) per step over all workers, the length of every list. A value that you didn't set is lowered where it
@@ -50,9 +50,9 @@ class LoopSection(Section):
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Maximum norm of the gradient; 0 disables clipping."""
     gradient_accumulation: Annotated[int, Field(ge=1)] = 1
-    """Steps whose gradients are averaged per optimiser step; lists stay `batch_size` long."""
+    """Steps whose gradients are averaged per optimizer step; lists stay `batch_size` long."""
     precision: Precision = "auto"
-    """Precision of forward and backward passes: `bf16` by autocast, with parameters, losses and optimiser in fp32. `auto` is bf16
+    """Precision of forward and backward passes: `bf16` by autocast, with parameters, losses and optimizer in fp32. `auto` is bf16
     where all devices that may train have fast bf16 units, else fp32."""
     engine: Literal["auto", "deepspeed", "torch"] = "auto"
     """`auto` is PyTorch where steps are captured as CUDA graphs or DeepSpeed is missing, else DeepSpeed."""
@@ -300,7 +300,7 @@ class CrossSection(LoopSection):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay."""
     max_length: Annotated[int, Field(ge=8, le=8192)] = 64
-    """Maximum tokens per pair, in training, labelling and the saved model."""
+    """Maximum tokens per pair, in training, labeling and the saved model."""
     both_orders: bool = True
     """Train on each pair in both orders; labels are computed in one."""
 
@@ -321,7 +321,7 @@ class LoopOverrides(Section):
     gradient_clipping: Annotated[float, Field(ge=0)] | None = None
     """Maximum norm of the gradient; 0 disables clipping."""
     gradient_accumulation: Annotated[int, Field(ge=1)] | None = None
-    """Steps whose gradients are averaged per optimiser step."""
+    """Steps whose gradients are averaged per optimizer step."""
     precision: Precision | None = None
     """Precision of training; `auto` depends on this group's devices alone."""
     engine: Literal["auto", "deepspeed", "torch"] | None = None
@@ -350,4 +350,4 @@ class CrossOverrides(LoopOverrides):
     """One group's own settings of cross-encoders; null takes the run's value."""
 
     max_length: Annotated[int, Field(ge=8, le=8192)] | None = None
-    """Maximum tokens per pair, in training, labelling and the saved model."""
+    """Maximum tokens per pair, in training, labeling and the saved model."""

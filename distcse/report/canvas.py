@@ -1,6 +1,6 @@
-"""Draws the charts of a report as SVG that takes its colours from the page.
+"""Draws the charts of a report as SVG that takes its colors from the page.
 
-Each chart fits on a phone, and several stand in a row on wider pages. Text stays text. Colours are drawn as placeholders and
+Each chart fits on a phone, and several stand in a row on wider pages. Text stays text. Colors are drawn as placeholders and
 replaced by CSS variables, so that the same SVG suits a light, a dark and a printed page.
 """
 
@@ -18,13 +18,13 @@ from matplotlib.figure import Figure
 
 SERIES = 6
 INK, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
-COLOURS = tuple(f"#0500{n:02x}" for n in range(SERIES))
+COLORS = tuple(f"#0500{n:02x}" for n in range(SERIES))
 _VARIABLES = {
     INK: "var(--ink)",
     MUTED: "var(--muted)",
     GRID: "var(--grid)",
     PAPER: "var(--paper)",
-    **{colour: f"var(--series-{n})" for n, colour in enumerate(COLOURS)},
+    **{color: f"var(--series-{n})" for n, color in enumerate(COLORS)},
 }
 WIDTH, HEIGHT = 3.7, 2.7
 _LEGEND_LEFT, _LEGEND_KEY, _LEGEND_LETTER, _LEGEND_ROW = 0.85, 0.35, 0.065, 0.16
@@ -78,7 +78,7 @@ def legend_above(axes: Axes) -> None:
 
 
 def svg(name: str, draw: Callable[[Axes], None], height: float = HEIGHT) -> str:
-    """Draw on one pair of axes and return the SVG element, with CSS variables as colours and without a fixed size."""
+    """Draw on one pair of axes and return the SVG element, with CSS variables as colors and without a fixed size."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # the salt makes ids differ between charts
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure.subplots())

@@ -24,7 +24,7 @@ from distcse.report.grids import (
     spread_text,
 )
 from distcse.report.history import History
-from distcse.report.plots import colour_of, pictures
+from distcse.report.plots import color_of, pictures
 from distcse.report.verdict import NOTICED, TRANSDUCTIVE, by_interest, explain, score_name, verdict
 from distcse.storage import ArtifactStore, open_store
 
@@ -89,7 +89,7 @@ def _content(evaluation: Evaluation, history: History | None) -> dict[str, Any]:
         "tables": tables,
         "sources": list(dict.fromkeys(sources)),
         "resamples": f"{RESAMPLES:,}",
-        "colours": {name: colour_of(evaluation, name) for name in names},
+        "colors": {name: color_of(evaluation, name) for name in names},
         "history": history,
         "facts": _facts(evaluation, history),
         "markdown_table": markdown_table,

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from distcse.evaluation import Evaluation, Score
-from distcse.report.canvas import COLOURS, GRID, INK, MUTED, PAPER, SERIES, Picture, legend_above, svg
+from distcse.report.canvas import COLORS, GRID, INK, MUTED, PAPER, SERIES, Picture, legend_above, svg
 from distcse.report.grids import published_rows
 from distcse.report.history import Cycles, History
 
@@ -27,8 +27,8 @@ def pictures(evaluation: Evaluation, history: History | None) -> list[Picture]:
     return [picture for picture in drawn if picture is not None]
 
 
-def colour_of(evaluation: Evaluation, model: str) -> int:
-    """Return the index of a model's colour, the same in every chart and table."""
+def color_of(evaluation: Evaluation, model: str) -> int:
+    """Return the index of a model's color, the same in every chart and table."""
     return [about.name for about in evaluation.models].index(model) % SERIES
 
 
@@ -43,7 +43,7 @@ def _losses(history: History) -> Picture | None:
     def draw(axes: Axes) -> None:
         for number, (part, curve) in enumerate(curves.items()):
             steps, values = zip(*curve, strict=True)
-            axes.plot(steps, values, color=COLOURS[number % SERIES], label=part, marker="." if len(steps) == 1 else "")
+            axes.plot(steps, values, color=COLORS[number % SERIES], label=part, marker="." if len(steps) == 1 else "")
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()
@@ -58,7 +58,7 @@ def _dev(history: History) -> Picture | None:
 
     def draw(axes: Axes) -> None:
         steps, scores = zip(*history.dev, strict=True)
-        axes.plot(steps, scores, color=COLOURS[0], marker=".", markersize=4)
+        axes.plot(steps, scores, color=COLORS[0], marker=".", markersize=4)
         axes.plot([best_step], [best], marker="o", markersize=8, markerfacecolor="none", color=INK)
         axes.annotate(
             f"{best:.2f}", (best_step, best), xytext=(0, -8), textcoords="offset points", ha="center", va="top"
@@ -78,9 +78,9 @@ def _cycles(cycles: Cycles) -> list[Picture]:
         def draw(axes: Axes) -> None:
             for name, scores in cycles.dev.items():
                 group, kind = name.rsplit(" ", 1)
-                colour = COLOURS[cycles.groups.index(group) % SERIES]
+                color = COLORS[cycles.groups.index(group) % SERIES]
                 style = "-" if kind == "bi" else "--"
-                axes.plot(list(scores), list(scores.values()), style, color=colour, marker=".", label=name)
+                axes.plot(list(scores), list(scores.values()), style, color=color, marker=".", label=name)
             axes.set_xticks([*cycles.columns], [*cycles.columns.values()])
             axes.margins(y=0.12)
             legend_above(axes)
@@ -92,9 +92,9 @@ def _cycles(cycles: Cycles) -> list[Picture]:
 
         def draw_timeline(axes: Axes) -> None:
             for span in shown:
-                row, colour = cycles.groups.index(span.group), COLOURS[cycles.groups.index(span.group) % SERIES]
+                row, color = cycles.groups.index(span.group), COLORS[cycles.groups.index(span.group) % SERIES]
                 waits, scores = span.activity == "waiting", span.activity == "scoring"
-                fill = GRID if waits else colour
+                fill = GRID if waits else color
                 cross = span.phase.endswith("cross")
                 height = 0.25 if waits else 0.7
                 axes.barh(row, span.end - span.begin, height, span.begin, color=fill, alpha=0.45 if cross else 1.0)
@@ -105,7 +105,7 @@ def _cycles(cycles: Cycles) -> list[Picture]:
             axes.grid(axis="y", visible=False)
             axes.set_xlabel("seconds")
 
-        note = "Full: training bi-encoders; pale: cross-encoders; dark line: scoring; thin and grey: waiting for other groups."
+        note = "Full: training bi-encoders; pale: cross-encoders; dark line: scoring; thin and gray: waiting for other groups."
         height = _rows_height(len(cycles.groups), 1)
         drawn.append(Picture("Side by side", note, svg("timeline", draw_timeline, height)))
     return drawn
@@ -128,13 +128,13 @@ def _differences(evaluation: Evaluation) -> Picture | None:
 
     def draw(axes: Axes) -> None:
         for index, (model, entries) in enumerate(found.items()):
-            colour = COLOURS[colour_of(evaluation, model)]
+            color = COLORS[color_of(evaluation, model)]
             shift = (index - (len(found) - 1) / 2) * 0.7 / max(len(found), 2)
             for row, difference in entries:
-                axes.plot([difference.low, difference.high], [row + shift] * 2, color=colour)
+                axes.plot([difference.low, difference.high], [row + shift] * 2, color=color)
             rows = [row + shift for row, _ in entries]
             axes.plot(
-                [difference.value for _, difference in entries], rows, "o", color=colour, markersize=4, label=model
+                [difference.value for _, difference in entries], rows, "o", color=color, markersize=4, label=model
             )
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.margins(y=0.12)
@@ -158,12 +158,12 @@ def _plane(evaluation: Evaluation) -> Picture | None:
             (row.values["uniformity"], row.values["alignment"], f"{row.model} (published)", MUTED) for row in papers
         ]
         points += [
-            (uniformity, scores["alignment"][model], model, COLOURS[colour_of(evaluation, model)])
+            (uniformity, scores["alignment"][model], model, COLORS[color_of(evaluation, model)])
             for model, uniformity in scores["uniformity"].items()
         ]
-        for x, y, name, colour in points:
-            axes.plot([x], [y], "o", color=colour, markerfacecolor=PAPER if colour == MUTED else colour, markersize=6)
-            ink = MUTED if colour == MUTED else INK
+        for x, y, name, color in points:
+            axes.plot([x], [y], "o", color=color, markerfacecolor=PAPER if color == MUTED else color, markersize=6)
+            ink = MUTED if color == MUTED else INK
             axes.annotate(name, (x, y), xytext=(0, 6), textcoords="offset points", ha="center", color=ink)
         axes.margins(0.22, 0.14)
         axes.set_xlabel("uniformity (lower spreads better)")
@@ -184,7 +184,7 @@ def _bars(evaluation: Evaluation, measure: str, title: str, note: str) -> Pictur
         for index, model in enumerate(models):
             rows = [row + (index - (len(models) - 1) / 2) * thick for row in range(len(scores))]
             values = [score.values.get(model, 0.0) for score in scores]
-            bars = axes.barh(rows, values, 0.86 * thick, color=COLOURS[colour_of(evaluation, model)], label=model)
+            bars = axes.barh(rows, values, 0.86 * thick, color=COLORS[color_of(evaluation, model)], label=model)
             axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=6.5, color=MUTED)
         axes.set_yticks(range(len(scores)), [_short(score) for score in scores])
         axes.invert_yaxis()

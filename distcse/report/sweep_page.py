@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from distcse import __version__
 from distcse.recipe import recipe_yaml
-from distcse.report.canvas import COLOURS, HEIGHT, INK, MUTED, Picture, legend_above, svg
+from distcse.report.canvas import COLORS, HEIGHT, INK, MUTED, Picture, legend_above, svg
 from distcse.report.exports import write_exports, write_summary
 from distcse.report.grids import legend, number, row_title, spread_text
 from distcse.report.page import environment, write_page_files
@@ -128,7 +128,7 @@ def summary_tiles(result: SweepResult, rows: list[SummaryRow]) -> list[dict[str,
 
 
 _TAU2, _TAU3 = "objective.rank.tau2", "objective.rank.tau3"
-_ENDS = {"finished": COLOURS[0], "stopped": MUTED, "diverged": COLOURS[1], "failed": COLOURS[5]}
+_ENDS = {"finished": COLORS[0], "stopped": MUTED, "diverged": COLORS[1], "failed": COLORS[5]}
 """Colors of trials, by how they ended."""
 _CELLS = 8
 """Most values of a temperature that are drawn as a grid of cells; more are drawn as points."""
@@ -164,16 +164,16 @@ def _temperatures(trials: Sequence[Trial]) -> Picture | None:
             best = {(x, y): max(s for a, b, s in found if (a, b) == (x, y)) for x, y, _ in found}
             for (x, y), score in best.items():
                 across, up = columns.index(x), rows.index(y)
-                axes.bar(across, 0.94, 0.94, up - 0.47, color=COLOURS[0], alpha=strength(score))
+                axes.bar(across, 0.94, 0.94, up - 0.47, color=COLORS[0], alpha=strength(score))
                 axes.annotate(f"{score:.2f}", (across, up), ha="center", va="center", fontsize=7, color=INK)
             axes.set_xticks(range(len(columns)), [f"{x:g}" for x in columns])
             axes.set_yticks(range(len(rows)), [f"{y:g}" for y in rows])
             axes.grid(visible=False)
         else:
             for x, y, score in sorted(found, key=lambda point: point[2]):
-                axes.plot([x], [y], "o", color=COLOURS[0], alpha=strength(score), markersize=7, markeredgewidth=0)
+                axes.plot([x], [y], "o", color=COLORS[0], alpha=strength(score), markersize=7, markeredgewidth=0)
             x, y, score = max(found, key=lambda point: point[2])
-            axes.plot([x], [y], "o", color=COLOURS[1], markerfacecolor="none", markersize=10)
+            axes.plot([x], [y], "o", color=COLORS[1], markerfacecolor="none", markersize=10)
             axes.annotate(
                 f"{score:.2f}", (x, y), (0, 8), textcoords="offset points", ha="center", fontsize=7.5, color=INK
             )
@@ -189,7 +189,7 @@ def _temperatures(trials: Sequence[Trial]) -> Picture | None:
 def _importance(importances: Mapping[str, float]) -> Picture:
     def draw(axes: Axes) -> None:
         names = [shorten_path(path) for path in importances]
-        bars = axes.barh(range(len(names)), [100 * share for share in importances.values()], 0.7, color=COLOURS[2])
+        bars = axes.barh(range(len(names)), [100 * share for share in importances.values()], 0.7, color=COLORS[2])
         axes.bar_label(
             bars, [f"{100 * share:.0f} %" for share in importances.values()], padding=2, fontsize=7, color=MUTED
         )
@@ -206,14 +206,14 @@ def _curves(trials: Sequence[Trial]) -> Picture:
     best = find_best_trial(trials)
 
     def draw(axes: Axes) -> None:
-        for status, colour in _ENDS.items():
+        for status, color in _ENDS.items():
             with_status = [trial for trial in trials if trial.status == status]
             for index, trial in enumerate(with_status):
                 steps = [entry.progress for entry in trial.metrics]
                 found = [entry.score for entry in trial.metrics]
                 label = f"{status} ({len(with_status)})" if index == 0 else None
                 axes.plot(
-                    steps, found, color=colour, alpha=0.45, linewidth=1.1, label=label, marker="." * (len(steps) == 1)
+                    steps, found, color=color, alpha=0.45, linewidth=1.1, label=label, marker="." * (len(steps) == 1)
                 )
         if best is not None:
             steps = [entry.progress for entry in best.metrics]

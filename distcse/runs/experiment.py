@@ -99,7 +99,7 @@ class Experiment(ABC, Generic[R]):
     def questions(self, begun: RunDirectory | None = None) -> list[Question]:
         """Return what can be asked in under a second: each start of a run, `--dry-run`, a sweep and `doctor` ask the same.
 
-        Default: for the recipe's text and labelled sets, and the packages of its loggers and engines. Models are asked for
+        Default: for the recipe's text and labeled sets, and the packages of its loggers and engines. Models are asked for
         apart, because a begun run has them (`distcse.preflight.models`).
         """
         return questions_of(self.recipe)
@@ -131,7 +131,7 @@ class Experiment(ABC, Generic[R]):
 
 
 def questions_of(recipe: BaseRecipe, needs_text: bool = True) -> list[Question]:
-    """Ask for a recipe's text and labelled sets, and for the packages of its loggers and engines."""
+    """Ask for a recipe's text and labeled sets, and for the packages of its loggers and engines."""
 
     def ask_packages() -> None:
         require_packages(recipe.loggers)

@@ -38,7 +38,7 @@ _FOLDER = "evaluation"
 
 
 def read_sets(recipe: Recipe | MutualRecipe, selected: Sequence[str], models: Iterable[str]) -> Tasks:
-    """Read the labelled sets of the selected suites. Runs call it first, so that a malformed file fails before training.
+    """Read the labeled sets of the selected suites. Runs call it first, so that a malformed file fails before training.
 
     Raises:
         EvaluationFormatError: A set is malformed.

@@ -103,7 +103,7 @@ def hub_metadata(backbone: str, pipeline: str, tags: Sequence[str], rows: int) -
 
 
 def inherited_metadata(backbone: str) -> dict[str, Any]:
-    """Return licence and language of an initial model, from the card in its folder; empty without one on this machine."""
+    """Return license and language of an initial model, from the card in its folder; empty without one on this machine."""
     try:
         card = resolve_model(backbone, only_local=True) / "README.md"
     except (EncoderError, StorageError):
@@ -126,7 +126,7 @@ def base_model(backbone: str) -> dict[str, str]:
 
 
 def limits(text: str) -> str:
-    """Return the section about limits and licences, with distcse's version."""
+    """Return the section about limits and licenses, with distcse's version."""
     return f"## Limits\n\n{text} Made by distcse {__version__}."
 
 
@@ -194,7 +194,7 @@ def _student_card(recipe: Recipe, directory: RunDirectory, train_result: TrainRe
             "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` "
             "repeats the run.",
             limits(
-                "The student is limited by its teachers and its corpus. The licences of corpus, backbone and teachers apply "
+                "The student is limited by its teachers and its corpus. The licenses of corpus, backbone and teachers apply "
                 "to it."
             ),
         ],
@@ -213,7 +213,7 @@ def _training_of(recipe: Recipe, train_result: TrainResult, rows: int) -> str:
         )
     return (
         f"A sentence encoder, initialized from `{shown_name(student.backbone)}`{layers}, pooling `{student.pooling}`, "
-        f"and trained on {rows:,} unlabelled sentences for {state.step} of {train_result.steps} steps.{dev}"
+        f"and trained on {rows:,} unlabeled sentences for {state.step} of {train_result.steps} steps.{dev}"
     )
 
 
@@ -302,7 +302,7 @@ def _static_card(
     text = (
         f"A static sentence encoder: one vector per token of `{shown_name(backbone)}`, averaged over a text. It began with "
         f"the vectors that `{largest}` of the same run has for single tokens, and was trained by model2vec on the targets of "
-        f"that student, with {rows:,} unlabelled sentences."
+        f"that student, with {rows:,} unlabeled sentences."
     )
     return ModelCard(
         model=folder,
@@ -310,7 +310,7 @@ def _static_card(
         title=f"{recipe.name} {name}",
         sections=[text, _usage(_USE), _siblings(name, in_space)],
         closing=[
-            limits("It does not see the order of words. The licences of corpus, backbone and teachers apply to it.")
+            limits("It does not see the order of words. The licenses of corpus, backbone and teachers apply to it.")
         ],
         evaluated_as=name,
     )
@@ -419,7 +419,7 @@ def _group_card(recipe: MutualRecipe, best: Best, dropped: Mapping[str, str], pa
         ],
         closing=[
             "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`.",
-            limits("Licences of pairs and backbones apply to it."),
+            limits("Licenses of pairs and backbones apply to it."),
         ],
     )
 
@@ -429,6 +429,6 @@ def _cycles_of(recipe: MutualRecipe, best: Best, dropped: Mapping[str, str], pai
     others = f", together with {', '.join(names)}, with the groups' combined scores as labels" if names else ""
     dev = "" if best.dev is None else f" Its dev score there was {best.dev:.2f}."
     return (
-        f"A {kind}, initialized from `{shown_name(start)}` and trained on {pairs:,} unlabelled sentence pairs with "
+        f"A {kind}, initialized from `{shown_name(start)}` and trained on {pairs:,} unlabeled sentence pairs with "
         f"Trans-Encoder's distillation{others}. This is the best checkpoint of cycle {best.phase.cycle}.{dev}"
     )

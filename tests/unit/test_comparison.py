@@ -1,4 +1,4 @@
-"""The comparison of teachers on the user's corpus, the embedding pass, and weights fitted to a labelled dev set."""
+"""The comparison of teachers on the user's corpus, the embedding pass, and weights fitted to a labeled dev set."""
 
 from __future__ import annotations
 

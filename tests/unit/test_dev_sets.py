@@ -248,10 +248,10 @@ def test_exact_and_normalized_matches_are_counted_and_stored_with_the_model(tmp_
     (counts,) = found.overlap_counts.values()
     assert (counts.sentences, counts.exact, counts.normalized) == (3, 1, 2)
     assert found.overlap_of(test) == pytest.approx(2 / 3)
-    described = "of 3 labelled sentences the training text contains 1 exactly, 2 ignoring case and punctuation"
+    described = "of 3 labeled sentences the training text contains 1 exactly, 2 ignoring case and punctuation"
     assert found.describe(None) == described
     assert found.describe("corpus.KEY") == f"{described}; set corpus.KEY: true to leave them out"
-    assert "none of 3 labelled sentences" in Contamination.measure(["Other."], [test]).describe("corpus.KEY")
+    assert "none of 3 labeled sentences" in Contamination.measure(["Other."], [test]).describe("corpus.KEY")
     found.write(tmp_path)
     assert Contamination.read(tmp_path) == found
     for damaged in ("[", "[]", '{"a": 0.5}', '{"a": {}}', '{"a": {"share": "x"}}', '{"a": {"share": 1, "other": 2}}'):
@@ -334,7 +334,7 @@ def test_a_dev_file_of_yours_is_counted_and_excluded_as_other_labelled_sets(
     assert share is not None and (share > 0.8) != is_excluded and (share > 0) != is_excluded
     assert corpus.excluded_rows == (len({*dev.first, *dev.second}) if is_excluded else 0)
     (event,) = events
-    assert isinstance(event, StageProgress) and "compared with 1 labelled set" in event.note
+    assert isinstance(event, StageProgress) and "compared with 1 labeled set" in event.note
     assert ("exactly" in event.note and "corpus.exclude_evaluation" in event.note) != is_excluded
 
 

@@ -1,4 +1,4 @@
-"""`python -m distcse evaluate`, called as on the command line: labelled sets, texts without labels, size and speed."""
+"""`python -m distcse evaluate`, called as on the command line: labeled sets, texts without labels, size and speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complete evaluations: labelled files of all formats, found and missing sets, comparisons of models, contamination."""
+"""Complete evaluations: labeled files of all formats, found and missing sets, comparisons of models, contamination."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def one_group(alone: MakeRecipe) -> Finished:
 
 @pytest.fixture(scope="module")
 def two_groups(both: MakeRecipe) -> Finished:
-    """Two cycles of two groups, of which one has a greater weight and separate settings; reported without labelled sets."""
+    """Two cycles of two groups, of which one has a greater weight and separate settings; reported without labeled sets."""
     own = ("groups.1.weight=3", "groups.1.bi.batch_size=8", "groups.1.cross.max_length=24")
     return finish(both(*own, "bi.epochs=1", "evaluation.eval_steps=4", "evaluation.final_suites=null"))
 
@@ -522,7 +522,7 @@ def test_evaluations_follow_optimizer_updates_and_pairs_of_a_task_are_transducti
     assert trained.result.evaluation is None
     write_cards(trained.result)
     card = (trained.result.best[0].model / "README.md").read_text()
-    assert "80 unlabelled sentence pairs" in card and "**Transductive**: its pairs are those of the task `mrpc`" in card
+    assert "80 unlabeled sentence pairs" in card and "**Transductive**: its pairs are those of the task `mrpc`" in card
     with fails_with(CorpusNotFoundError, "pairs.task", "mrcp", "mrpc, sts12, stsb"):
         run_mutual(alone(*data, "pairs={task: mrcp}"), Reporter())
 

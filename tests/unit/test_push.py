@@ -48,7 +48,7 @@ def test_paths_of_this_machine_are_removed(done: Run, tmp_path: Path) -> None:
     head = (tmp_path / "out" / "README.md").read_text().split("---\n")[1]
     assert yaml.safe_load(head)["license"] == "mit" and bundle.remarks == []
     assert "license" not in (done.model / "README.md").read_text().split("---\n")[1], "the run's own card is unchanged"
-    assert "--licence ID" in prepare_upload(done.model, tmp_path / "again").remarks[0]
+    assert "--license ID" in prepare_upload(done.model, tmp_path / "again").remarks[0]
 
 
 def test_no_private_name_is_uploaded(done: Run, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_no_private_name_is_uploaded(done: Run, tmp_path: Path) -> None:
 def test_a_dry_run_contacts_no_hub(done: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(done.directory), "--to", "me/mine", "--dry-run"]) == 0
     shown = capsys.readouterr()
-    assert "to me/mine:" in shown.out and "  model.safetensors" in shown.out and "--licence" in shown.err
+    assert "to me/mine:" in shown.out and "  model.safetensors" in shown.out and "--license" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from tests.jobs import make_recipe
 def result(
     labelled: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> StudentResult:
-    """A run on a corpus that contains the sentences of its labelled sets (transductive)."""
+    """A run on a corpus that contains the sentences of its labeled sets (transductive)."""
     overrides = (f"evaluation.data={labelled}", "training.epochs=3")
     folder = tmp_path_factory.mktemp("run")
     return run(make_recipe(folder, tiny(), [tiny("roberta", width=64)], sentences, *overrides), Reporter())
@@ -96,7 +96,7 @@ def test_page_has_all_scores_charts_and_sources_and_needs_no_network(
     assert not re.findall(r"#0[0-5]0[0-9]0[0-9a-f]", text)  # every placeholder is replaced by a variable
     charts = [chart for chart in re.findall(r"<svg.*?</svg>", text, re.S) if "<text" in chart]
     assert len(charts) >= 6 and all("var(--" in chart for chart in charts)
-    assert not any(re.search(r'#[0-9a-f]{6}[;"]', chart) for chart in charts), "colours are the page's"
+    assert not any(re.search(r'#[0-9a-f]{6}[;"]', chart) for chart in charts), "colors are the page's"
 
 
 def test_markdown_has_the_same_scores(measured: Evaluation, history: History) -> None:
@@ -127,7 +127,7 @@ def test_page_in_chromium_on_a_phone_and_on_paper(page: Path) -> None:
 
     requested: list[str] = []
     problems: list[str] = []
-    colours = []
+    colors = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         tab = browser.new_context(viewport={"width": 1200, "height": 900}, offline=True).new_page()
@@ -142,9 +142,9 @@ def test_page_in_chromium_on_a_phone_and_on_paper(page: Path) -> None:
                 ("body", "backgroundColor"),
                 ("svg path[style*=series]", "stroke"),
             ):
-                colours.append(tab.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{style}"))
-            assert _contrast(*colours[-3:-1]) > 10
-        assert len({*colours}) == 6, "the dark scheme has other colours"
+                colors.append(tab.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{style}"))
+            assert _contrast(*colors[-3:-1]) > 10
+        assert len({*colors}) == 6, "the dark scheme has other colors"
         tops = [tab.locator(name).first.bounding_box()["y"] for name in (".verdict", ".tiles", "table", "h2")]
         overview = tab.locator("table").first.bounding_box()
         assert tops == sorted(tops) and overview["y"] + overview["height"] < 900, "they are on the first screen"
@@ -172,10 +172,10 @@ def test_page_in_chromium_on_a_phone_and_on_paper(page: Path) -> None:
 
 
 def _contrast(one: str, other: str) -> float:
-    """Return the WCAG 2 contrast ratio of two colours, given as `rgb(r, g, b)`."""
+    """Return the WCAG 2 contrast ratio of two colors, given as `rgb(r, g, b)`."""
 
-    def luminance(colour: str) -> float:
-        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    def luminance(color: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

@@ -95,7 +95,7 @@ def test_a_students_evaluation_continues_after_a_stop(recipe_with: MakeRecipe, l
 
 
 def test_a_stop_before_there_is_a_score_keeps_the_student(recipe_with: MakeRecipe, labelled: Path) -> None:
-    """While its training text is compared with the labelled sets, and in the first of several sets."""
+    """While its training text is compared with the labeled sets, and in the first of several sets."""
     recipe = recipe_with(
         *SHORT, f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final_suites=[sts]"
     )

@@ -28,8 +28,8 @@ def agreement_per_sentence(student: NDArray[np.floating], similarities: NDArray[
     A constant row has no order; its correlation counts as 0.
     """
     off_diagonal = ~np.eye(len(similarities), dtype=bool)
-    student_ranks = _centred_ranks((student @ student.T)[off_diagonal].reshape(len(similarities), -1))
-    teacher_ranks = _centred_ranks(np.asarray(similarities)[off_diagonal].reshape(len(similarities), -1))
+    student_ranks = _centered_ranks((student @ student.T)[off_diagonal].reshape(len(similarities), -1))
+    teacher_ranks = _centered_ranks(np.asarray(similarities)[off_diagonal].reshape(len(similarities), -1))
     scale = np.linalg.norm(student_ranks, axis=1) * np.linalg.norm(teacher_ranks, axis=1)
     products = (student_ranks * teacher_ranks).sum(axis=1)
     return np.asarray(np.divide(products, scale, out=np.zeros_like(products), where=scale > 0))
@@ -122,7 +122,7 @@ def agreement_result(vectors: NDArray[np.floating], similarities: NDArray[np.flo
     return TaskResult({"agreement": MeanOf(correlations, "agreement/held-out rows")}, {"sentences": len(vectors)})
 
 
-def _centred_ranks(similarities: NDArray[np.floating]) -> NDArray[np.float64]:
+def _centered_ranks(similarities: NDArray[np.floating]) -> NDArray[np.float64]:
     from scipy.stats import rankdata  # imported late, so that a run's first step does not wait 0.5 s for it
 
     ranks: NDArray[np.float64] = rankdata(similarities, axis=1)

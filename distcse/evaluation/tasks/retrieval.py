@@ -30,7 +30,7 @@ _CUTOFF = 10
 NDCG = f"ndcg@{_CUTOFF}"
 """The measure that says which model retrieves best."""
 _SPLITS = ("test", "dev", "validation")
-"""Files of judgements in `qrels`; the first that exists is read."""
+"""Files of judgments in `qrels`; the first that exists is read."""
 _TOP_SCORE = 5.0
 """Gold score of a pair whose sentences have the same meaning."""
 
@@ -77,29 +77,29 @@ class RetrievalDataset:
         """Read a folder with `queries`, `corpus` (id, text) and `relevant` (query_id, corpus_id and optionally score).
 
         Files are .tsv, .csv, .jsonl (each also .gz) or .parquet. BEIR's layout works too: its column names (`_id`, `query-id`,
-        `corpus-id`), and judgements in `qrels/test`, or else `qrels/dev`. As in BEIR, a document with the query's id is not
+        `corpus-id`), and judgments in `qrels/test`, or else `qrels/dev`. As in BEIR, a document with the query's id is not
         ranked, scores of 0 and below are not relevant, and queries without relevant documents are left out.
 
         Raises:
             EvaluationFormatError: An id is repeated or unknown, a query is empty, or a pair has two scores.
         """
         queries, corpus = (read_table(_file(folder, name)) for name in ("queries", "corpus"))
-        texts, documents, judgements = _by_id(queries), _by_id(corpus), read_table(_judgements(folder))
+        texts, documents, judgments = _by_id(queries), _by_id(corpus), read_table(_judgments(folder))
         if empty := _empty_rows(texts):
             raise EvaluationFormatError(
                 f"{describe_row(queries.file, empty[0])}: the query is empty; write its text, or remove it"
             )
-        scores, warnings = _read_scores(judgements, {queries.file: texts, corpus.file: documents})
+        scores, warnings = _read_scores(judgments, {queries.file: texts, corpus.file: documents})
         indices = {key: index for index, key in enumerate(documents)}
         gains: dict[str, dict[int, float]] = {}
         for (query, document), score in scores.items():
             if score > 0:
                 gains.setdefault(query, {})[indices[document]] = score
         if not gains:
-            raise EvaluationFormatError(f"{judgements.file}: no row has a score above 0; add one")
+            raise EvaluationFormatError(f"{judgments.file}: no row has a score above 0; add one")
         if left_out := [row for row, query in enumerate(texts) if query not in gains]:
             warnings.append(
-                f"{_first_of(queries, left_out)}: the query has no relevant document in {judgements.file} and is left out, as in "
+                f"{_first_of(queries, left_out)}: the query has no relevant document in {judgments.file} and is left out, as in "
                 "BEIR"
             )
         if empty := _empty_rows(documents):
@@ -205,30 +205,30 @@ def _empty_rows(texts: Mapping[str, str]) -> list[int]:
 
 
 def _read_scores(
-    judgements: Table, texts: Mapping[Path, Mapping[str, str]]
+    judgments: Table, texts: Mapping[Path, Mapping[str, str]]
 ) -> tuple[dict[tuple[str, str], float], list[str]]:
     """Return the scores by the ids of query and document, and warnings.
 
     Args:
-        judgements: A pair of ids per row.
+        judgments: A pair of ids per row.
         texts: Texts by id, of the queries and of the documents, by their files.
     """
-    query_ids = judgements.labels(judgements.find_column("query_id", "query-id"))
-    document_ids = judgements.labels(judgements.find_column("corpus_id", "corpus-id"))
-    numbers = judgements.numbers("score").tolist() if "score" in judgements.columns else [1.0] * len(judgements)
+    query_ids = judgments.labels(judgments.find_column("query_id", "query-id"))
+    document_ids = judgments.labels(judgments.find_column("corpus_id", "corpus-id"))
+    numbers = judgments.numbers("score").tolist() if "score" in judgments.columns else [1.0] * len(judgments)
     scores: dict[tuple[str, str], float] = {}
     repeated, negative = [], []
     for row, (*pair, score) in enumerate(zip(query_ids, document_ids, numbers, strict=True)):
         for key, (file, known) in zip(pair, texts.items(), strict=True):
             if key not in known:
                 raise EvaluationFormatError(
-                    f"{describe_row(judgements.file, row)}: {key!r} is not an id in {file}; add it"
+                    f"{describe_row(judgments.file, row)}: {key!r} is not an id in {file}; add it"
                 )
         query, document = pair
         if (query, document) in scores:
             if score != (earlier := scores[query, document]):
                 raise EvaluationFormatError(
-                    f"{describe_row(judgements.file, row)}: {query!r} and {document!r} have score {score:g} here and {earlier:g} "
+                    f"{describe_row(judgments.file, row)}: {query!r} and {document!r} have score {score:g} here and {earlier:g} "
                     "above; remove one of the rows"
                 )
             repeated.append(row)
@@ -237,9 +237,9 @@ def _read_scores(
         scores[query, document] = score
     warnings = []
     if repeated:
-        warnings.append(f"{_first_of(judgements, repeated)}: the row equals an earlier one and counts once")
+        warnings.append(f"{_first_of(judgments, repeated)}: the row equals an earlier one and counts once")
     if negative:
-        warnings.append(f"{_first_of(judgements, negative)}: the score is below 0 and counts as 0")
+        warnings.append(f"{_first_of(judgments, negative)}: the score is below 0 and counts as 0")
     return scores, warnings
 
 
@@ -253,7 +253,7 @@ def is_retrieval_set(folder: Path) -> bool:
     return find_table(folder, "corpus") is not None and find_table(folder, "queries") is not None
 
 
-def _judgements(folder: Path) -> Path:
+def _judgments(folder: Path) -> Path:
     splits = [find_table(folder / "qrels", split) for split in _SPLITS]
     return next(filter(None, splits), None) or _file(folder, "relevant")
 

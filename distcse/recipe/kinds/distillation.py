@@ -81,7 +81,7 @@ class Recipe(BaseRecipe):
     seeds: Seeds = Field(default_factory=list)
     """Train once with each of these in place of `seed`, one run after the other; the report has means ± standard deviations."""
     corpus: CorpusSection = CorpusSection()
-    """Unlabelled training text."""
+    """Unlabeled training text."""
     student: StudentSection
     """The encoder to train."""
     teachers: TeachersSection = TeachersSection()
@@ -319,7 +319,7 @@ class Recipe(BaseRecipe):
         if (self.dev_score == "agreement" or "agreement" in final) and not can_agree:
             raise ValueError(
                 "agreement needs teachers and evaluation.num_heldout of at least 3; "
-                "or score on labelled data: evaluation.data: FOLDER (with sts/stsb/dev.tsv.gz)"
+                "or score on labeled data: evaluation.data: FOLDER (with sts/stsb/dev.tsv.gz)"
             )
         if self.dev_score == "none" and self.evaluation.patience is not None:
             raise ValueError(

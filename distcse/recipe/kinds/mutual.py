@@ -118,7 +118,7 @@ class MutualEvaluationSection(Section):
     """Evaluation during mutual distillation and at its end."""
 
     data: str | None = None
-    """Folder of labelled sets ([layout](../how-to/evaluate.md#the-data-folder))."""
+    """Folder of labeled sets ([layout](../how-to/evaluate.md#the-data-folder))."""
     dev: str = "stsb"
     """Score that selects a phase's checkpoint and the best cycle: `stsb`, `sickr` or `stsb_sickr`, as for a student; another set
     in `data`, by the NAME of `pairs/NAME/dev`; [your own file](../how-to/evaluate.md#the-dev-set); or `none`, which takes the

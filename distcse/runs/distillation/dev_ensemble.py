@@ -53,7 +53,7 @@ class EnsembleScores:
 
 
 def require_labelled_dev(recipe: Recipe) -> LabelledDev:
-    """Read the labelled dev sets that weights are fitted to."""
+    """Read the labeled dev sets that weights are fitted to."""
     if (dev := _published_dev(recipe)) is None:
         raise ComparisonError(
             "--fit-weights needs a published dev set of scored pairs; write evaluation.dev=stsb and evaluation.data=FOLDER "
@@ -69,7 +69,7 @@ def _published_dev(recipe: Recipe) -> LabelledDev | None:
 
 
 def score_ensemble(recipe: Recipe, fits_weights: bool, reporter: Reporter) -> EnsembleScores | None:
-    """Score the recipe's teachers as an ensemble on its labelled dev sets; None if it has none."""
+    """Score the recipe's teachers as an ensemble on its labeled dev sets; None if it has none."""
     numbers = comparable(recipe)
     dev = require_labelled_dev(recipe) if fits_weights else _published_dev(recipe)
     if dev is None:
@@ -92,7 +92,7 @@ def score_ensemble(recipe: Recipe, fits_weights: bool, reporter: Reporter) -> En
 
 
 class DevEnsemble:
-    """Scores weighted means of the teachers' cosines on labelled dev sets.
+    """Scores weighted means of the teachers' cosines on labeled dev sets.
 
     Args:
         dev: The dev sets.

@@ -187,7 +187,7 @@ class OpenDistillation:
     """Also logs events, counts metrics and feeds the trackers."""
     backend: Backend
     labelled: Tasks
-    """The labelled sets of the final evaluation."""
+    """The labeled sets of the final evaluation."""
     tracked: Tracking
     joined: ExitStack
     """Closed after the training, which needs the cluster longer than the final evaluation does."""

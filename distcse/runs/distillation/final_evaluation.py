@@ -68,7 +68,7 @@ def selected_suites(recipe: Recipe) -> Sequence[str]:
     """Return the suites of the final evaluation.
 
     By default all suites but transfer, which takes longer than the others together, or of a corpus with queries retrieval;
-    without labelled data, agreement only.
+    without labeled data, agreement only.
     """
     final = recipe.evaluation.final_suites
     if isinstance(final, list):
@@ -80,7 +80,7 @@ def selected_suites(recipe: Recipe) -> Sequence[str]:
 
 
 def labelled_tasks(recipe: Recipe) -> Tasks:
-    """Read the labelled sets of the final evaluation; see `read_sets`."""
+    """Read the labeled sets of the final evaluation; see `read_sets`."""
     teachers = [teacher.backbone for teacher in recipe.teachers.encoders if kind_of(teacher, only_local=True).is_model]
     return read_sets(recipe, selected_suites(recipe), [recipe.student.backbone, *teachers])
 
@@ -304,7 +304,7 @@ def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, reporter: 
     texts = reporter.follow((text for chunk in chunks for text in chunk), "contamination")
     contamination = measure_contamination(recipe, texts, [task.sentences() for task in labelled.tasks])
     if number := len(contamination.overlap):
-        note = f"compared with {number} labelled sets: {contamination.describe('corpus.exclude_evaluation')}"
+        note = f"compared with {number} labeled sets: {contamination.describe('corpus.exclude_evaluation')}"
         reporter.emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
     return contamination
 

@@ -61,7 +61,7 @@ _SAMPLED_QUERIES, _NEAREST = 3, 3
 
 
 def recipe_questions(recipe: Recipe) -> list[Question]:
-    """Ask what takes under a second: text and columns, packages, loss terms, the labelled dev set.
+    """Ask what takes under a second: text and columns, packages, loss terms, the labeled dev set.
 
     Without it, these errors would end the run only after its teachers have embedded the corpus.
     """
@@ -98,7 +98,7 @@ def _vector_width(recipe: Recipe) -> int | None:
 def rehearse_run(
     recipe: Recipe, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None
 ) -> None:
-    """Read the corpus and the labelled sets, load the student, query each teacher once and join the cluster.
+    """Read the corpus and the labeled sets, load the student, query each teacher once and join the cluster.
 
     The corpus stays in the cache for the run. Arguments and errors are those of `Experiment.check`.
     """

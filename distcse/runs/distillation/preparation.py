@@ -45,7 +45,7 @@ from distcse.text import Corpus, TokenTable
 _FIT_ROWS = 20_000
 """Rows on which a projection's principal components are fitted."""
 _ALIGN_ROWS = 4000
-"""The first of these rows, which the student encodes to rotate the components towards its own vectors."""
+"""The first of these rows, which the student encodes to rotate the components toward its own vectors."""
 _KEPT_ROWS = 2000
 """Other rows, on whose inner products it is measured what the projection keeps; of a small corpus a tenth, or `_MIN_KEPT`."""
 _MIN_KEPT = 10
@@ -263,5 +263,5 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
 
 
 def read_fingerprints(recipe: Recipe, reporter: Reporter) -> dict[str, str]:
-    """Read the corpus (or take it from the cache) and the labelled sets, and fingerprint them and the models."""
+    """Read the corpus (or take it from the cache) and the labeled sets, and fingerprint them and the models."""
     return data_fingerprints(recipe, read_corpus(recipe, reporter), labelled_tasks(recipe))

@@ -188,7 +188,7 @@ def _read_depth(section: StudentSection, reporter: Reporter) -> tuple[int, bool]
 def prepare_targets(prepared: PreparedCorpus, directory: RunDirectory, backend: Backend, reporter: Reporter) -> bool:
     """Complete the teachers' tables, and fit in the family's folder the projection that puts all students into one space.
 
-    It is rotated towards the vectors of the largest student before training, or copied from the run that the recipe names.
+    It is rotated toward the vectors of the largest student before training, or copied from the run that the recipe names.
 
     Returns:
         Whether there is a projection. There is none if the targets are the vectors of one teacher of the students' width.

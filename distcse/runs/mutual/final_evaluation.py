@@ -49,11 +49,11 @@ from distcse.text import Pairs
 
 _COMPARED_TEXTS = 1000
 _Seen = Mapping[tuple[str, Kind], Contamination]
-"""By group and kind: which sentences of the labelled sets its trained models have seen."""
+"""By group and kind: which sentences of the labeled sets its trained models have seen."""
 
 
 def labelled_tasks(recipe: MutualRecipe) -> Tasks:
-    """Read the labelled sets of the final evaluation; see `read_sets`."""
+    """Read the labeled sets of the final evaluation; see `read_sets`."""
     selected = recipe.evaluation.final_suites
     if selected is None:
         selected = ["sts"] if recipe.evaluation.data else []
@@ -76,7 +76,7 @@ def _starts(recipe: MutualRecipe, group: GroupSection) -> dict[Kind, set[str]]:
 
 
 def unlabelled_tasks(recipe: MutualRecipe, pairs: Pairs, reference: str) -> Tasks:
-    """Return what is measured without labelled sets: the dev pairs, and how far the bi-encoders have moved on the run's texts."""
+    """Return what is measured without labeled sets: the dev pairs, and how far the bi-encoders have moved on the run's texts."""
     found, dev = Tasks(), read_dev(recipe)
     if dev is not None:
         found.tasks += dev.tasks
@@ -129,7 +129,7 @@ def final_scores(
         return FinalScores(None)
     if number := len(contamination.overlap):
         key = "pairs.mine.corpus.exclude_evaluation" if recipe.pairs.mine else None
-        note = f"compared with {number} labelled set{'s' * (number > 1)}: {contamination.describe(key)}"
+        note = f"compared with {number} labeled set{'s' * (number > 1)}: {contamination.describe(key)}"
         reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
     precision = decided(recipe.evaluation.precision)
     tasks = replace(tasks, timed_texts=tasks.first_sentences())

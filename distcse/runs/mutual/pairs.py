@@ -1,4 +1,4 @@
-"""The unlabelled sentence pairs of a mutual distillation: read or mined, sampled, and stored in the run's folder."""
+"""The unlabeled sentence pairs of a mutual distillation: read or mined, sampled, and stored in the run's folder."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def data_fingerprints(
 
 
 def read_fingerprints(recipe: MutualRecipe, reporter: Reporter) -> dict[str, str]:
-    """Read the pairs, or the corpus to mine them from, and the labelled sets; fingerprint them and the models."""
+    """Read the pairs, or the corpus to mine them from, and the labeled sets; fingerprint them and the models."""
     if recipe.pairs.mine is not None:
         found = {"corpus": prepare_mining(recipe, reporter).fingerprint}
         return found | data_fingerprints(recipe, recipe.groups, None, labelled_tasks(recipe))

@@ -60,7 +60,7 @@ def recipe_questions(recipe: MutualRecipe, has_pairs: bool = False) -> list[Ques
 def rehearse_groups(
     recipe: MutualRecipe, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None
 ) -> None:
-    """Read the pairs (or the corpus to mine) and the labelled sets, load both models of each group, and join the cluster.
+    """Read the pairs (or the corpus to mine) and the labeled sets, load both models of each group, and join the cluster.
 
     Arguments and errors are those of `Experiment.check`.
     """
