@@ -77,7 +77,7 @@ class RecipeError(DistcseError, code="DCSE-R00"):
 
 
 class RecipeNotFoundError(RecipeError, code="DCSE-R01"):
-    """No packaged recipe and no readable file has this name."""
+    """No packaged recipe or readable file has this name."""
 
 
 class RecipeSyntaxError(RecipeError, code="DCSE-R02"):
@@ -85,15 +85,15 @@ class RecipeSyntaxError(RecipeError, code="DCSE-R02"):
 
 
 class UnknownKeyError(RecipeError, code="DCSE-R03"):
-    """The recipe or search space has a key that does not exist."""
+    """The recipe or search space has an unknown key."""
 
 
 class InvalidValueError(RecipeError, code="DCSE-R05"):
-    """A value or override has a wrong type or form, is out of range or missing, or contradicts another."""
+    """A value has a wrong type or form, is out of range or missing, or contradicts another."""
 
 
 class CustomClassError(RecipeError, code="DCSE-R07"):
-    """The class of a loss or teacher cannot be imported or created, fails when called, or lacks what distcse calls."""
+    """The class of a loss or teacher cannot be imported, created or called, or lacks a method."""
 
 
 class FrozenKeyError(RecipeError, code="DCSE-R08"):
@@ -101,11 +101,11 @@ class FrozenKeyError(RecipeError, code="DCSE-R08"):
 
 
 class SearchSpaceError(RecipeError, code="DCSE-R09"):
-    """The search space varies a key that cannot be searched, or does not fit the recipe."""
+    """A key of the search space cannot be searched, or does not fit the recipe."""
 
 
 class ArgumentError(RecipeError, code="DCSE-R10"):
-    """An argument of a command or of the Python API is missing or invalid, or contradicts another."""
+    """An argument is missing or invalid, or contradicts another."""
 
 
 class LoggerSetupError(RecipeError, code="DCSE-R12"):
@@ -121,11 +121,11 @@ class CorpusNotFoundError(CorpusError, code="DCSE-C01"):
 
 
 class CorpusFormatError(CorpusError, code="DCSE-C02"):
-    """A corpus file is damaged, not UTF-8, or not of the format that its name says."""
+    """A corpus file is damaged, not UTF-8, or not of its name's format."""
 
 
 class MissingColumnError(CorpusError, code="DCSE-C03"):
-    """The corpus lacks the column that a key names, or the column cannot be used for it."""
+    """The corpus lacks the column that a key names, or cannot use it."""
 
 
 class CorpusTooSmallError(CorpusError, code="DCSE-C05"):
@@ -141,19 +141,19 @@ class EncoderError(DistcseError, code="DCSE-M00"):
 
 
 class ModelNotFoundError(EncoderError, code="DCSE-M01"):
-    """The name leads to no model, or to several: no such folder, hub model or finished run."""
+    """No folder, hub model or finished run has this name, or several have."""
 
 
 class ModelFormatError(EncoderError, code="DCSE-M02"):
-    """The model lacks weights, a file of it is malformed or changed, or transformers cannot load it."""
+    """The model lacks weights, has a malformed or changed file, or transformers cannot load it."""
 
 
 class PickledWeightsError(EncoderError, code="DCSE-M04"):
-    """The model has its weights as a pickle only, which distcse does not open."""
+    """The weights exist only as a pickle, which distcse does not open."""
 
 
 class UnsupportedModelError(EncoderError, code="DCSE-M06"):
-    """The model has an architecture, module or layout that distcse does not support here."""
+    """distcse does not support the model's architecture, module or layout here."""
 
 
 class TokenizerError(EncoderError, code="DCSE-M08"):
@@ -161,7 +161,7 @@ class TokenizerError(EncoderError, code="DCSE-M08"):
 
 
 class EncoderSettingError(EncoderError, code="DCSE-M09"):
-    """A setting of a student, teacher or group does not fit its model, or is required by it."""
+    """A setting of a student, teacher or group does not fit its model, or is missing."""
 
 
 class NotFiniteError(EncoderError, code="DCSE-M10", is_own_failure=True):
@@ -201,11 +201,11 @@ class EmbeddingTableError(TeacherError, code="DCSE-T04"):
 
 
 class UnsuitableTeacherError(TeacherError, code="DCSE-T05"):
-    """A teacher cannot do what the recipe asks of it, such as giving vectors."""
+    """The teacher does not fit the recipe: it has no vectors, for example."""
 
 
 class ComparisonError(TeacherError, code="DCSE-T07"):
-    """The comparison of teachers has too few teachers or sentences, or no labeled dev set to fit weights to."""
+    """The comparison has too few teachers or sentences, or no labeled dev set to fit weights to."""
 
 
 class RefusedTextError(TeacherError, code="DCSE-T08"):
@@ -221,7 +221,7 @@ class RefusedTextError(TeacherError, code="DCSE-T08"):
 
 
 class ReusedTableError(EmbeddingTableError, code="DCSE-T09"):
-    """An earlier table, from which vectors are copied, was removed or damaged."""
+    """An earlier table with vectors to copy was removed or damaged."""
 
 
 class EvaluationError(DistcseError, code="DCSE-E00"):
@@ -249,7 +249,7 @@ class ModelOutputError(EvaluationError, code="DCSE-E06"):
 
 
 class DownloadError(EvaluationError, code="DCSE-E07"):
-    """The published file of a labeled set cannot be downloaded, or is another than the published one."""
+    """A labeled set's file cannot be downloaded, or differs from the published one."""
 
 
 class RunError(DistcseError, code="DCSE-X00"):
@@ -289,7 +289,7 @@ class RayConnectionError(RunError, code="DCSE-X08"):
 
 
 class ClusterTooSmallError(RunError, code="DCSE-X09"):
-    """The cluster lacks nodes, labels, GPUs, CPUs or memory for what must run at the same time."""
+    """The cluster lacks nodes, labels, GPUs, CPUs or memory."""
 
 
 class SharedStorageError(RunError, code="DCSE-X11"):
@@ -301,7 +301,7 @@ class WorkersLostError(RunError, code="DCSE-X12", is_own_failure=True):
 
 
 class ProcessLostError(RunError, code="DCSE-X13"):
-    """The run lost a process, such as the driver, that it cannot replace."""
+    """The run lost a process that it cannot replace, such as the driver."""
 
 
 class WorkFailedError(RunError, code="DCSE-X14"):
@@ -309,15 +309,15 @@ class WorkFailedError(RunError, code="DCSE-X14"):
 
 
 class CUDAGraphError(RunError, code="DCSE-X15"):
-    """`cuda_graphs` is `on`, and the model's training step cannot be recorded as a CUDA graph."""
+    """`cuda_graphs` is `on`, but the training step cannot be recorded."""
 
 
 class DivergedError(RunError, code="DCSE-X16", is_own_failure=True):
-    """A loss, score or weight is not finite; the same values would diverge again."""
+    """A loss, score or weight is not finite."""
 
 
 class StoppedEarlyError(RunError, code="DCSE-X17"):
-    """The command was stopped outside of training, so that there is no new checkpoint; it exits with 130."""
+    """The command was stopped outside of training, without a new checkpoint; it exits with 130."""
 
     run: str | None = None
     """The folder or address of the run or sweep that can be resumed; None outside of one."""
@@ -327,7 +327,7 @@ class StoppedEarlyError(RunError, code="DCSE-X17"):
 
 
 class OutOfMemoryError(RunError, code="DCSE-X20", is_own_failure=True):
-    """A training step needs more memory than the device has; the same values would need it again."""
+    """A training step needs more memory than the device has."""
 
 
 class StorageError(RunError, code="DCSE-S00"):

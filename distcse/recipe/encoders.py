@@ -25,8 +25,8 @@ class EncoderSection(Section):
     pooling: Pooling | None = None
     """Pooling of token vectors into a sentence vector; null reads it from the folder."""
     max_length: MaxLength | RoleLengths | None = None
-    """Maximum tokens per sentence, special tokens included; longer ones are truncated. `{query: 32, document: 256}` is by
-    [role](../how-to/search.md#roles); others have the longest. null reads it from the folder."""
+    """Maximum tokens per sentence, special tokens included; `{query: 32, document: 256}` by [role](../how-to/search.md#roles),
+    other rows have the longest. null reads it from the folder."""
     prompt: str = ""
     """Text prepended to every sentence, or a template that contains `{sentence}`."""
     prompts: dict[SearchRole, str] = Field(default_factory=dict)
@@ -57,8 +57,8 @@ class TrainedSection(EncoderSection):
     pooling: Pooling | None = "cls"
     """Pooling of token vectors into a sentence vector, saved with the model; null reads it from the folder."""
     max_length: MaxLength | RoleLengths | None = 32
-    """Maximum tokens per sentence, in training and in the saved model; longer ones are truncated. By role as for teachers: the
-    saved model has the longest. null reads it from the folder."""
+    """Maximum tokens per sentence, also of the saved model, which has the longest of several roles; null reads it from the
+    folder."""
     layers: list[Annotated[int, Field(ge=0)]] | None = None
     """Layers of the backbone to keep, as ascending indices such as [0, 2, 4]; null keeps all."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None

@@ -49,8 +49,8 @@ class EvaluationSection(Section):
     dev_is_test: bool = False
     """Allow a test set as dev set; its scores are then no measurement."""
     num_heldout: Annotated[int, Field(ge=0)] = 512
-    """Corpus rows excluded from training, with their duplicates; `agreement` is computed on them. For a small corpus, a value
-    that you didn't set is lowered to a tenth of the rows."""
+    """Corpus rows excluded from training, with their duplicates, for `agreement`. For a small corpus, the default is lowered to
+    a tenth of the rows."""
     eval_steps: Annotated[int, Field(ge=1)] = 125
     """Steps between dev scores; each also writes a checkpoint."""
     precision: Precision = "auto"
@@ -63,8 +63,8 @@ class EvaluationSection(Section):
     with `data` (of a corpus with queries `retrieval` alone), else `agreement`. `with_transfer` adds `transfer`, which takes
     [minutes per model](../how-to/evaluate.md#in-a-training-run)."""
     rank_inference: RankInferenceSection | None = None
-    """Also measure the student with ranks at inference, on the suites of pairs, and store it as `ranker` in the run's folder;
-    `{}` has RankEncoder's settings."""
+    """Also measure the student with ranks at inference, on the suites of pairs, and store it as `ranker`; `{}` has
+    RankEncoder's settings."""
 
     @field_validator("dev")
     @classmethod

@@ -180,12 +180,12 @@ class RegressionSection(LossSection):
     form: Literal["cosine", "mse"] = "cosine"
     """`cosine` is 1 - cos; `mse`, the squared distance, also fits the norm."""
     teachers: list[Annotated[int, Field(ge=0)]] | None = None
-    """Indices of the teachers whose vectors, weighted by `alpha`, are joined into the target; null takes all. Unless it is one
-    teacher of the student's width, the target is projected to that width."""
+    """Indices of teachers whose vectors, weighted by `alpha`, are joined into the target; null takes all. The target is
+    projected to the student's width, unless it is one teacher of that width."""
 
     projection: str | None = None
-    """Run, by folder or address, whose projection is used, so that this student can search that one's index; text, teachers,
-    weights and width must be equal. null fits a projection, rotated toward the student's initial vectors."""
+    """Folder or address of a run whose projection is used, so that this student searches that student's index; text, teachers,
+    weights and width must be equal. null fits one, rotated toward the student's initial vectors."""
 
     def term(self, tau1: float) -> ClassAndArguments:
         return "distcse.losses.regression:Regression", {"form": self.form}
@@ -201,8 +201,8 @@ class CandidateRankSection(LossSection):
     weight: Weight = 1.0
     """Weight of the term in the sum."""
     form: Literal["list_net", "list_mle", "margin_mse"] = "list_net"
-    """`list_net` matches distributions, as the Kullback-Leibler divergence does; `list_mle` maximizes the likelihood of the
-    teachers' order; `margin_mse` fits the differences of two candidates' scores."""
+    """`list_net` matches distributions (Kullback-Leibler divergence); `list_mle` maximizes the likelihood of the teachers'
+    order; `margin_mse` fits differences of two scores."""
     tau2: Temperature = 0.05
     """Temperature of the student's list."""
     tau3: Temperature = 0.05
@@ -235,7 +235,7 @@ class DetectionSection(LossSection):
     sampling: Literal["argmax", "sample"] = "argmax"
     """The generator's token: `argmax` as in the public code, `sample` as in the paper."""
     reduction: Literal["all", "nonpad"] = "all"
-    """`all` averages over all positions of the padded global batch, as in the public code, for which λ is tuned; `nonpad` over
+    """`all` averages over all positions of the padded global batch, as in the public code (λ is tuned for it); `nonpad` over
     tokens."""
     condition: Literal["projected", "pooled"] = "projected"
     """Vector that conditions the discriminator: after or before the projection."""

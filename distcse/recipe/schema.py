@@ -35,7 +35,7 @@ A `*` is a name, or an index in a list, counted from 0: `teachers.encoders.0.alp
 unless one of its keys is set; `key: null` disables one. `--print-recipe` prints a recipe with all values. A recipe may begin with
 [`extends: NAME`](command-line.md#a-recipe-that-changes-another).
 """
-_PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+_PLAIN = {str: "text", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _MANY = {"section": "sections", "text": "texts", "number": "numbers", "integer": "integers"}
 _BOUNDS = {"ge": "≥ {}", "gt": "> {}", "le": "≤ {}", "lt": "< {}"}
 
@@ -64,10 +64,10 @@ def _table(model: type[BaseModel], headings: dict[type[BaseModel], str], shown: 
     rows: dict[str, str] = {}
     for name, field in model.model_fields.items():
         _, inner = section_in(field.annotation)
-        meaning = _prose(field.description)
+        kind = describe_type(field)
         if inner is not None:
-            meaning += f" [Its keys](#{_anchor(headings[inner])})."
-        cells = (f"`{name}`", describe_type(field), _default(field), meaning)
+            kind = re.sub("sections?", rf"[\g<0>](#{_anchor(headings[inner])})", kind)
+        cells = (f"`{name}`", kind, _default(field), _prose(field.description))
         rows[name] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     repeated: dict[str, list[str]] = {}
     for name, row in rows.items():

@@ -22,7 +22,7 @@ class StorageSection(Section):
     runs: str = "runs"
     """Folder of run directories."""
     run_id: Name | None = None
-    """Name of the run's directory: the same command begins the run, or resumes it. null names each run by recipe and time."""
+    """Name of the run's directory: the same command starts or resumes the run. null names each run by recipe and time."""
     cache: str = "~/.cache/distcse"
     """Folder of tokenized corpora and teacher tables of all runs. `DISTCSE_CACHE` overrides the default."""
 

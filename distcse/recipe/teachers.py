@@ -87,8 +87,8 @@ class TeacherSection(EncoderSection):
     num_references: Annotated[int, Field(ge=2)] = 100_000
     """Corpus sentences that a rank-space teacher ranks, the same for every seed; at most all."""
     rank_method: Literal["sort", "histogram"] = "sort"
-    """`sort` is exact; `histogram` counts into 65,536 bins: faster on CPUs for tens of thousands of sentences, off by at most
-    1e-5 (1e-6 for 100,000). GPUs always sort."""
+    """`sort` is exact; `histogram` counts into 65,536 bins: faster on CPUs from tens of thousands of sentences, off by at most
+    1e-5 (1e-6 for 100,000). GPUs sort."""
     precision: FrozenPrecision = "auto"
     """Precision of the forward pass; tables are always fp16. fp16 changes cosines by up to 3.3e-4, bf16 by 4e-3
     ([table](../explanation/gpus.md#precision-of-teachers)). `auto` is fp16 if only GPUs may host this teacher (bf16 for T5 and
@@ -152,29 +152,27 @@ class TeachersSection(Section):
     encoders: list[TeacherSection] = Field(default_factory=list)
     """The teachers; without any, terms that need them must be null."""
     mode: Literal["auto", "table", "live"] = "auto"
-    """`table` embeds the corpus once and reads vectors from disk; `live` runs the teacher for every list, as cross-encoders
-    always do. `auto` is `table` wherever the rows are fixed."""
+    """`table` embeds the corpus once and reads vectors from disk; `live` runs the teacher for every list, like cross-encoders.
+    `auto` is `table` if the rows are fixed."""
     serve: Literal["auto", "actor"] = "auto"
-    """Where lists are computed from tables: `auto` in every training worker, `actor` in servers on CPUs (without Ray, in a
-    thread). Lists are bitwise equal on CPUs, and to 1e-6 on GPUs. Live, cross-encoder and rank-space teachers always have
-    servers."""
+    """Where lists are computed from tables: `auto` in training workers, `actor` in servers on CPUs (without Ray, a thread),
+    equal bitwise on CPUs and to 1e-6 on GPUs. Live, cross-encoder and rank-space teachers always have servers."""
     embedding_workers: Annotated[int, Field(ge=1)] | None = None
-    """Actors that embed the corpus in parallel, as soon as each finds a free device; null starts one per CPU (or GPU) of the
-    cluster."""
+    """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster."""
     gpus_per_actor: Gpus | None = None
-    """GPUs, or a fraction of one, of each embedding actor, and of each server that is live or in rank space. null: one for
-    actors, a quarter for servers, where nodes have GPUs."""
+    """GPUs, or a fraction, of each embedding actor and live or rank-space server. null: one for actors, a quarter for servers,
+    where nodes have GPUs."""
     node_labels: Labels | None = None
     """Node labels that embedding actors and servers require; null is any node."""
     num_servers: Annotated[int, Field(ge=1)] = 1
     """List servers per teacher, shared evenly by the workers."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 60
-    """Seconds without a heartbeat after which a server, embedding actor or dev-score process is killed and restarted. Heartbeats
-    continue during long work."""
+    """Seconds without a heartbeat until a server, embedding actor or dev-score process is restarted. Heartbeats continue during
+    long work."""
     prefetch_steps: Annotated[int, Field(ge=1, le=1024)] = 32
     """Steps whose lists or vectors are one block; the next block is always prefetched."""
     shard_rows: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Rows per table shard, the most work that a killed embedding actor loses. `auto` is 4,096, doubled until there are at most
-    2,500 shards."""
+    """Rows per table shard, the most that a killed embedding actor loses. `auto` is 4,096, doubled until at most 2,500 shards
+    result."""
     tokens_per_batch: Annotated[int, Field(ge=64)] | None = None
     """Tokens per forward pass, with padding; halved when a GPU runs out of memory. null is 2,048 on a CPU, 65,536 on a GPU."""

@@ -56,7 +56,7 @@ class SourceSection(TextSection):
     role: Role = "text"
     """`query`, `document`, or `text` for neither. Encoders read each role with [its prompt](#student)."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """How often an epoch has each row: 2 is twice, 0.5 is another half of the rows in every epoch."""
+    """How often an epoch uses each row; 0.5 draws another half of the rows every epoch."""
 
 
 class CorpusSection(TextSection):
@@ -65,8 +65,7 @@ class CorpusSection(TextSection):
     sources: list[SourceSection] = Field(default_factory=list)
     """Files or data sets with a role each, such as queries and documents ([search](../how-to/search.md)), in place of `path`."""
     deduplicate: Literal["exact", "none"] = "none"
-    """`exact` leaves out sentences that equal an earlier one of their role (`limit` counts them); `none` keeps them. Teachers
-    embed them once either way."""
+    """`exact` drops repeated sentences of a role (`limit` counts them). Teachers embed them once either way."""
     exclude_evaluation: bool = False
     """Drop sentences of the labeled sets in `evaluation.data` and of the dev set, ignoring case, punctuation and spacing."""
 
@@ -116,13 +115,13 @@ class CandidatesSection(Section):
     per_query: Annotated[int, Field(ge=2, le=1024)] = 32
     """Documents that are found for each query."""
     by: Literal["teachers", "bm25", "both"] = "teachers"
-    """What finds them: cosines of the teachers' tables, shared words (BM25), or half each. Their scores are the teachers' either
-    way. A query with too few documents that share a word gets more random ones, with `both` more of the teachers'."""
+    """Search by cosines of the teachers' tables, by shared words (BM25), or half each; scores are always the teachers'. If too
+    few documents share a word with a query, random ones replace them, with `both` the teachers'."""
     random: Annotated[int, Field(ge=0)] = 4
-    """How many of them are drawn at random, the same for every seed."""
+    """Of them, documents drawn at random, the same for every seed."""
     per_step: Annotated[int, Field(ge=2)] = 7
-    """How many of a query's candidates a step compares, drawn in every epoch. The `training.batch_size` rows of a batch are
-    queries with these."""
+    """Candidates of a query per step, drawn in every epoch. The `training.batch_size` rows of a batch are queries with these.
+    """
 
     @model_validator(mode="after")
     def _has_enough(self) -> Self:

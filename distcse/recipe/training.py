@@ -35,35 +35,34 @@ class LoopSection(Section):
     """Training loop: batch, optimizer, learning-rate schedule and engine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Sentences (or pairs) per step over all workers, the length of every list. A value that you didn't set is lowered where it
-    would leave fewer than ten steps."""
+    """Sentences (or pairs) per step over all workers, the length of every list. The default is lowered if it leaves fewer than
+    ten steps."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 4
     """Passes over the corpus; fractions are allowed."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Steps after which training and schedule end, whatever `epochs` is; null sets no limit."""
+    """Steps after which training and schedule end; null sets no limit."""
     lr: Annotated[float, Field(gt=0, le=1)] = 3e-5
     """Peak learning rate of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay of matrices; biases and norms have none."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Share of steps in which the learning rate rises linearly from 0; then it falls linearly to 0."""
+    """Share of steps with a linearly rising learning rate; then it falls linearly to 0."""
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Maximum norm of the gradient; 0 disables clipping."""
     gradient_accumulation: Annotated[int, Field(ge=1)] = 1
     """Steps whose gradients are averaged per optimizer step; lists stay `batch_size` long."""
     precision: Precision = "auto"
-    """Precision of forward and backward passes: `bf16` by autocast, with parameters, losses and optimizer in fp32. `auto` is bf16
-    where all devices that may train have fast bf16 units, else fp32."""
+    """Precision of forward and backward passes: `bf16` by autocast; parameters, losses and optimizer in fp32. `auto` is bf16 if
+    all devices that may train have fast bf16 units, else fp32."""
     engine: Literal["auto", "deepspeed", "torch"] = "auto"
-    """`auto` is PyTorch where steps are captured as CUDA graphs or DeepSpeed is missing, else DeepSpeed."""
+    """`auto` is PyTorch with CUDA graphs or without DeepSpeed, else DeepSpeed."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage; 0 is fastest for small students."""
     deepspeed: dict[str, Any] | None = None
     """DeepSpeed settings that no recipe key sets: a mapping, or a YAML or JSON file, which is read into the recipe."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """On a GPU, capture the step as a CUDA graph. `auto` does so for one worker
-    [where it can](../explanation/gpus.md#recorded-steps), else steps run eagerly. `on` fails instead, and needs
-    `engine: torch`."""
+    """On a GPU, capture the step as a CUDA graph. `auto` does so for one worker [if
+    possible](../explanation/gpus.md#recorded-steps); `on` fails otherwise, and needs `engine: torch`."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between reports of loss and learning rate."""
 
@@ -130,25 +129,25 @@ class TrainingSection(LoopSection):
     workers: Annotated[int, Field(ge=0)] = 1
     """Ray Train workers; 0 trains in the calling process, without Ray."""
     min_workers: Annotated[int, Field(ge=1)] | None = None
-    """Elastic training: fewest workers to start or continue with. The run takes the largest number up to `workers` that fits and
-    divides the batch; batches, lists and dropout masks don't depend on it. null waits ten minutes for room for all."""
+    """Elastic training: fewest workers. The run takes the largest number up to `workers` that fits and divides the batch;
+    batches, lists and dropout masks don't change. null waits ten minutes for room for all."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) per worker; null divides the cluster's CPUs evenly."""
     gpus_per_worker: Gpus | None = None
-    """GPUs per worker, or a fraction of one; null is one where nodes have GPUs. With at most 0.5, two workers may share a GPU,
-    which needs `engine: torch`."""
+    """GPUs per worker, or a fraction; null is one where nodes have GPUs. At most 0.5 lets workers share a GPU, which needs
+    `engine: torch`."""
     node_labels: Labels | None = None
     """Node labels that workers require; null is any node."""
     dropout_rng_streams: Annotated[int, Field(ge=1)] | None = None
-    """Parts of a batch with separate dropout random streams; null is one per worker. The same value, a multiple of both numbers
-    of workers, makes their weights equal."""
+    """Parts of a batch with separate dropout random streams; null is one per worker. With one value, a multiple of both, two
+    numbers of workers give equal weights."""
     grad_cache_chunk: Annotated[int, Field(ge=1)] | None = None
-    """Sentences per forward pass of the student, recomputed in the backward pass (GradCache, Gao et al. 2021): memory does not
-    grow with `batch_size`, and the gradient is the full batch's. Each chunk is a dropout random stream, so
-    `dropout_rng_streams` stays null. null processes the batch as one."""
+    """Sentences per forward pass of the student, recomputed in the backward pass (GradCache, Gao et al. 2021): constant memory,
+    the full batch's gradient. Each chunk is a dropout random stream, so `dropout_rng_streams` stays null. null processes the
+    batch as one."""
     compile_layers: Literal["auto", "on", "off"] = "auto"
-    """Compile the student's layers (`torch.compile`) in steps that are recorded as CUDA graphs. `auto` does so in runs of at
-    least 2,000 steps without a gradient cache; compiling takes up to a minute. Where it fails, layers run uncompiled."""
+    """Compile the student's layers (`torch.compile`) in steps recorded as CUDA graphs, which takes up to a minute. `auto` does
+    so in runs of at least 2,000 steps without a gradient cache. If it fails, layers run uncompiled."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after the loss of a worker or node."""
 
@@ -242,8 +241,8 @@ class ResourcesSection(Section):
     """Resources that a run may use."""
 
     gpu: GpuMode = "auto"
-    """`auto` gives each worker a GPU and each helper a quarter where nodes have GPUs, and reports it at the start. `required`
-    refuses to start unless every process that computes with a model gets one. `none` hides all GPUs."""
+    """`auto` gives each worker a GPU and each helper a quarter, where nodes have GPUs. `required` starts only if every process
+    that computes with a model gets one. `none` hides all GPUs."""
     wait_s: Annotated[float, Field(ge=0)] = 0
     """Seconds to wait at the start for an [autoscaler's nodes](../how-to/cluster.md#autoscaling); set
     `training.cpus_per_worker` and `training.gpus_per_worker` with it. 0 refuses a run for which the cluster has too few nodes."""
@@ -274,8 +273,7 @@ class BiSection(LoopSection):
     """Training of bi-encoders on the cross-encoders' labels: mean squared error of the cosine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Pairs per step over all workers of a group. A value that you didn't set is lowered where it would leave fewer than ten
-    steps in a phase."""
+    """Pairs per step over all workers of a group. The default is lowered if it leaves fewer than ten steps in a phase."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 10
     """Passes over the pairs: 10 for STS, 15 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 5e-5

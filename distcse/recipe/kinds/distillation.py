@@ -79,7 +79,7 @@ class Recipe(BaseRecipe):
     seed: Seed = 42
     """Seed of sampling, dropout and newly initialized weights."""
     seeds: Seeds = Field(default_factory=list)
-    """Train once with each of these in place of `seed`, one run after the other; the report has means ± standard deviations."""
+    """One run per seed, in place of `seed`; the report gives mean ± standard deviation."""
     corpus: CorpusSection = CorpusSection()
     """Unlabeled training text."""
     student: StudentSection

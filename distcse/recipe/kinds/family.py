@@ -21,8 +21,8 @@ class MemberSection(Section):
     """Layers of `student.backbone` to begin with: ascending indices, or their number, evenly spaced with the last one (`3` of six
     are 1, 3, 5; a first layer that differs, as in T5 and ModernBERT, is kept too)."""
     static: bool = False
-    """In place of layers: one vector per token and no transformer. It begins with the largest student's vectors of single tokens
-    and learns the same targets in model2vec, last and without checkpoints."""
+    """One vector per token, no transformer. It begins with the largest student's vectors of single tokens and learns the same
+    targets in model2vec, last and without checkpoints."""
     name: Name | None = None
     """Name in tables, and of its run's folder; null is its size, such as `3-layers` or `static`."""
     lr: Annotated[float, Field(gt=0, le=1)] | None = None

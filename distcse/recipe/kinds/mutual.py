@@ -33,13 +33,13 @@ class GroupSection(TrainedSection):
     name: Name
     """Name of the group in folders, tables and messages."""
     cross_backbone: HubName | None = None
-    """Initial model of the cross-encoder with `mutual.initialization: refresh`; the paper's is the language model of which the
-    bi-encoder was made. null is `backbone`."""
+    """Initial model of the cross-encoder with `mutual.initialization: refresh`, in the paper the bi-encoder's language model.
+    null is `backbone`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this group's scores in the labels, the weighted mean of all groups' cosines or sigmoid outputs."""
     label_band: Literal["shared", "own"] = "shared"
-    """Mean and standard deviation of the bi-encoder's labels: `shared`, the combined scores', as in the paper, or `own`, those of
-    the group's start, so that a model with a narrow band of cosines, such as e5, keeps its band."""
+    """Mean and standard deviation of the bi-encoder's labels: `shared`, of the combined scores, as in the paper, or `own`, of
+    the group's start, so that e5 and others keep a narrow band of cosines."""
     init_weight_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Weight of a phase's initial parameters in its evaluated and saved bi-encoder (WiSE-FT), 0 in the paper. Others need
     `mutual.initialization: refresh`."""
@@ -50,9 +50,9 @@ class GroupSection(TrainedSection):
     workers: Annotated[int, Field(ge=1)] = 1
     """Training workers, each with a scoring actor; with `mutual.shared_workers` the fewest of the group."""
     max_workers: Annotated[int, Field(ge=1)] | None = None
-    """Most workers that the group takes from `mutual.shared_workers`: a multiple of `workers` that divides both batch sizes. It
-    is also the number of dropout random streams: it changes the results, and the number of workers that run does not. null is
-    `workers`, or with shared workers in proportion to the model's size."""
+    """Most workers that the group takes from `mutual.shared_workers`: a multiple of `workers` that divides both batch sizes. As
+    the number of dropout random streams, it changes the results; the workers that run do not. null is `workers`, or with
+    shared workers in proportion to the model's size."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) per worker; null divides the cluster's CPUs evenly among all groups' workers."""
     node_labels: Labels | None = None
@@ -90,28 +90,27 @@ class MutualSection(Section):
     """Start of each phase: `refresh` the backbones, `sequential` the previous phase's model (the first cross-encoder's is
     `backbone`)."""
     shared_workers: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Workers that all groups share: each takes some for a phase, more while the others wait, and none while it waits for labels.
-    `auto` is as many as fit on the cluster's GPUs, or CPUs; null gives each group its own `workers`."""
+    """Workers that all groups share: each takes some for a phase, more while the others wait. `auto` is as many as fit on the
+    cluster's GPUs, or CPUs; null gives each group its own `workers`."""
     standardize: bool = False
-    """Give all groups' scores the same mean and standard deviation (the groups' weighted mean) before they are combined, so that
-    narrow bands of cosines count as much as others. The paper combines raw scores."""
+    """Give all groups' scores one mean and standard deviation (the weighted mean) before they are combined, so that narrow
+    bands of cosines count equally. The paper combines raw scores."""
     learn_from: Literal["other", "both"] = "other"
     """Scores that make a phase's labels: `other`, the latest of the other formulation, as in the paper; `both`, also those of the
     trained formulation from the cycle before (at first the starts'), which needs `standardize`."""
     weigh_by: Literal["group", "group_and_dev"] = "group"
-    """Weight of a model's scores: its group's `weight`, as in the paper, or that times ρ / (1 - ρ²) for a dev score ρ, the
-    best weights if errors are independent. The latter needs `standardize` and dev pairs with a `score`."""
+    """Weight of a model's scores: its group's `weight`, as in the paper, or that times ρ / (1 - ρ²) for a dev score ρ, optimal
+    for independent errors. The latter needs `standardize` and dev pairs with a `score`."""
     precision: Precision = "auto"
     """Precision of scoring pairs; bf16 changes a score by up to 1e-2. `auto` is bf16 where all groups' devices have fast bf16
     units, else fp32."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """When a group diverges, has too little memory or loses its workers too often, `stop` ends the run, and `drop` continues
-    without the group and reports it."""
+    """If a group diverges, runs out of memory or loses its workers too often, `stop` ends the run, `drop` continues without the
+    group."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts per phase: of a group's training from its last checkpoint, and of each part of its scoring."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 60
-    """Seconds without a heartbeat after which a worker or scorer is killed and restarted. Heartbeats continue during long
-    work."""
+    """Seconds without a heartbeat until a worker or scorer is restarted. Heartbeats continue during long work."""
 
 
 class MutualEvaluationSection(Section):
@@ -183,7 +182,7 @@ class MutualRecipe(BaseRecipe):
     seed: Seed = 2021
     """Seed of sampling, dropout and newly initialized weights."""
     seeds: Seeds = Field(default_factory=list)
-    """Train once with each of these in place of `seed`, one run after the other; the report has means ± standard deviations."""
+    """One run per seed, in place of `seed`; the report gives mean ± standard deviation."""
     pairs: PairsSection
     """Sentence pairs to label."""
     groups: Annotated[list[GroupSection], Field(min_length=1)]
