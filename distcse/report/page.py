@@ -75,7 +75,7 @@ def _content(evaluation: Evaluation, history: History | None) -> dict[str, Any]:
     names = [about.name for about in evaluation.models]
     tables = [(grid, find_published(grid)) for grid in grids(evaluation)]
     sources = [f"{row.model}: {row.source}" for _, papers in tables for row, _ in papers]
-    title = history.name if history else " · ".join(about.name for about in by_interest(evaluation))
+    title = history.name if history else " · ".join(group_runs(about.name for about in by_interest(evaluation)))
     return {
         "title": title,
         "subtitle": _subtitle(evaluation, history),

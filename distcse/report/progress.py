@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -196,7 +197,7 @@ View = QuietView | JsonView | PlainView | LiveView
 
 @contextmanager
 def open_view(quiet: bool = False, json: bool = False, is_loading: bool = False) -> Iterator[View]:
-    """Open a view of events: live if standard error is a terminal, plain otherwise. NO_COLOR is respected.
+    """Open a view of events: live on a terminal, and in a notebook with ipywidgets; plain otherwise. NO_COLOR is respected.
 
     With `is_loading`, the first line says that PyTorch is loaded next.
     """
@@ -206,7 +207,7 @@ def open_view(quiet: bool = False, json: bool = False, is_loading: bool = False)
         yield JsonView(sys.stdout)
     elif quiet:
         yield QuietView(console)
-    elif not console.is_terminal:
+    elif not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
         with _reminders(view := PlainView(console)):
             if is_loading:
                 view.show(loading)

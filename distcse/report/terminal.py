@@ -25,7 +25,9 @@ _PIPE_WIDTH = 1000
 def evaluation_text(evaluation: Evaluation) -> str:
     """Return the tables of an evaluation as text, as `print_evaluation` prints them into a file."""
     text = io.StringIO()
-    print_evaluation(evaluation, Console(file=text, markup=False, width=_PIPE_WIDTH))
+    print_evaluation(
+        evaluation, Console(file=text, markup=False, width=_PIPE_WIDTH, force_jupyter=False, force_terminal=False)
+    )
     return "\n".join(line.rstrip() for line in text.getvalue().strip().splitlines())
 
 

@@ -156,6 +156,10 @@ class StudentResult(Result):
         """Describe a run whose student is exported."""
         is_unchanged = is_start(train_result) and not train_result.interrupted
         kinds = [kind_of(teacher, only_local=True) for teacher in recipe.teachers.encoders]
+        best = None if evaluation is None else evaluation.base
+        compared = sorted(
+            kinds, key=lambda kind: best != f"teacher {kinds.index(kind)}"
+        )  # the best teacher, then the others
         note = "  (its start: no checkpoint is better)" if is_unchanged else ""
         return cls(
             recipe,
@@ -164,7 +168,7 @@ class StudentResult(Result):
             evaluation,
             models={"student": directory.model},
             unchanged=["student"] if is_unchanged else [],
-            reference=next((ReferenceModel("teacher", kind.section) for kind in kinds if kind.is_model), None),
+            reference=next((ReferenceModel("teacher", kind.section) for kind in compared if kind.is_model), None),
             summary=[f"model   {to_uri(directory.model)}{note}"],
             cards=[_student_card(recipe, directory, train_result, rows)],
             train_result=train_result,

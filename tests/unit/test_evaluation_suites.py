@@ -279,6 +279,10 @@ def test_transfer_sets_with_pairs_and_a_test_split(tmp_path: Path) -> None:
         (task,) = collect(None, [], [CustomSet.parse(f"transfer:Same={tmp_path}")]).tasks
         assert task.name == "Same" and task.measure(model).scores["accuracy"].value > 95, has_dev
         (tmp_path / "dev.tsv").unlink(missing_ok=True)
+        for split in ("train", "test"):  # the second time, both sentences have other names
+            (tmp_path / f"{split}.tsv").write_text(
+                (tmp_path / f"{split}.tsv").read_text().replace("sentence1\tsentence2", "text\ttext2")
+            )
 
 
 def test_folders_of_beirs_layout_are_measured_by_role(tmp_path: Path) -> None:

@@ -49,8 +49,9 @@ class Labelled:
 
     @classmethod
     def of(cls, table: Table, names: Sequence[str] | None = None) -> Labelled:
-        """Read columns text and label, or sentence1, sentence2 and label; sort by number of words, then by class."""
-        columns = ["sentence1", "sentence2"] if "sentence1" in table.columns else ["text"]
+        """Read a column label with text, text and text2, or sentence1 and sentence2; sort by number of words, then by class."""
+        pairs = (["sentence1", "sentence2"], ["text", "text2"])
+        columns = next((pair for pair in pairs if pair[1] in table.columns), ["text"])
         labels = table.labels("label")
         names = sorted(set(labels), key=_numbers_first) if names is None else list(names)
         if unknown := sorted(set(labels) - set(names)):
