@@ -21,7 +21,7 @@ class EncoderSection(Section):
     """An encoder to load: a backbone and its pooling."""
 
     backbone: HubName
-    """Folder, hub id, or `package:NAME/FOLDER` for a model inside an installed Python package."""
+    """Folder, hub id, or `package:NAME/FOLDER` in an installed package."""
     pooling: Pooling | None = None
     """Pooling of token vectors into a sentence vector; null reads it from the folder."""
     max_length: MaxLength | RoleLengths | None = None

@@ -222,7 +222,7 @@ class CandidateRankSection(LossSection):
 
 
 class DetectionSection(LossSection):
-    """Replaced token detection, conditioned on the sentence's vector (DiffCSE §3)."""
+    """Replaced token detection, given the sentence's vector (DiffCSE §3)."""
 
     weight: Weight = 0.005
     """Weight λ of the term in the sum."""

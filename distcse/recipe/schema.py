@@ -128,7 +128,7 @@ def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     assert value is not PydanticUndefined
     if isinstance(value, BaseModel):
-        return "its defaults"
+        return "`{}`"
     if isinstance(value, list):
         shown = [
             f"{{{', '.join(f'{k}: {v}' for k, v in item)}}}" if isinstance(item, BaseModel) else item for item in value

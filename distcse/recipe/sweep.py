@@ -78,7 +78,7 @@ class ScheduleSection(Section):
 
     kind: Literal["none", "asha", "pbt"] = "asha"
     """`asha` stops trials whose best dev score is not among the best at their rung. `pbt` continues a trial from a better one's
-    checkpoint with other values, so it searches only parameters that may change during training."""
+    checkpoint with other values, of parameters that may change during training."""
     grace_period: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a training that each trial completes (ASHA), or between two exchanges (PBT)."""
     reduction_factor: Annotated[float, Field(gt=1)] = 3
@@ -91,7 +91,7 @@ class FinalRunsSection(Section):
     seeds: Seeds = Field(default_factory=lambda: [1, 2, 3])
     """Seeds to train the best values with; an empty list ends the sweep after the search."""
     compare: bool = True
-    """Also train the original recipe with these seeds."""
+    """Also train the original recipe."""
 
 
 class Sweep(Section):

@@ -26,7 +26,7 @@ class EndpointSection(Section):
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable with the API key, if one is needed; never the key itself."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Most sentences per request. If the server refuses one as too large, it and later ones are halved."""
+    """Most sentences per request; halved if the server refuses one as too large."""
     connections: Annotated[int, Field(ge=1)] = 4
     """Concurrent requests."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0

@@ -16,8 +16,8 @@ class TextSection(Section):
     """Files or a data set of texts."""
 
     path: str | list[str] | None = None
-    """File or files with a sentence per line or row: .txt, .jsonl, .csv, .tsv or .parquet
-    ([all formats](../how-to/corpus.md)). `package:NAME/FILE` is a file inside an installed package."""
+    """File or files with a sentence per line or row ([formats](../how-to/corpus.md)). `package:NAME/FILE` is in an installed
+    package."""
     dataset: HubDataSetName | None = None
     """Hugging Face data set: a local folder, or else a name on the hub."""
     dataset_config: str | None = None
@@ -63,11 +63,11 @@ class CorpusSection(TextSection):
     """The unlabeled text: `path` or `dataset`, or `sources` with roles."""
 
     sources: list[SourceSection] = Field(default_factory=list)
-    """Files or data sets with a role each, such as queries and documents ([search](../how-to/search.md)), in place of `path`."""
+    """Files or data sets with a role each, such as [queries and documents](../how-to/search.md), in place of `path`."""
     deduplicate: Literal["exact", "none"] = "none"
     """`exact` drops repeated sentences of a role (`limit` counts them). Teachers embed them once either way."""
     exclude_evaluation: bool = False
-    """Drop sentences of the labeled sets in `evaluation.data` and of the dev set, ignoring case, punctuation and spacing."""
+    """Drop sentences of `evaluation.data` and the dev set, ignoring case, punctuation and spacing."""
 
     @property
     def all_sources(self) -> list[SourceSection]:

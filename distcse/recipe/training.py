@@ -244,8 +244,8 @@ class ResourcesSection(Section):
     """`auto` gives each worker a GPU and each helper a quarter, where nodes have GPUs. `required` starts only if every process
     that computes with a model gets one. `none` hides all GPUs."""
     wait_s: Annotated[float, Field(ge=0)] = 0
-    """Seconds to wait at the start for an [autoscaler's nodes](../how-to/cluster.md#autoscaling); set
-    `training.cpus_per_worker` and `training.gpus_per_worker` with it. 0 refuses a run for which the cluster has too few nodes."""
+    """Seconds to wait at the start for an [autoscaler's nodes](../how-to/cluster.md#autoscaling); also set
+    `training.cpus_per_worker` and `training.gpus_per_worker`. 0 refuses a run that does not fit."""
 
 
 def check_gpu_keys(mode: GpuMode, gpus: Mapping[str, float | None]) -> None:

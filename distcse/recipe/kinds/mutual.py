@@ -87,8 +87,7 @@ class MutualSection(Section):
     cycles: Annotated[int, Field(ge=1)] = 3
     """Cycles of bi → cross → bi: 3 for STS, 5 for binary tasks."""
     initialization: Literal["refresh", "sequential"] = "refresh"
-    """Start of each phase: `refresh` the backbones, `sequential` the previous phase's model (the first cross-encoder's is
-    `backbone`)."""
+    """Start of each phase: `refresh` the backbones, `sequential` the previous phase's model (first `backbone`)."""
     shared_workers: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
     """Workers that all groups share: each takes some for a phase, more while the others wait. `auto` is as many as fit on the
     cluster's GPUs, or CPUs; null gives each group its own `workers`."""
@@ -96,8 +95,8 @@ class MutualSection(Section):
     """Give all groups' scores one mean and standard deviation (the weighted mean) before they are combined, so that narrow
     bands of cosines count equally. The paper combines raw scores."""
     learn_from: Literal["other", "both"] = "other"
-    """Scores that make a phase's labels: `other`, the latest of the other formulation, as in the paper; `both`, also those of the
-    trained formulation from the cycle before (at first the starts'), which needs `standardize`."""
+    """Scores that make a phase's labels: `other`, the latest of the other formulation, as in the paper; `both`, also those of
+    the trained formulation from the previous cycle, which needs `standardize`."""
     weigh_by: Literal["group", "group_and_dev"] = "group"
     """Weight of a model's scores: its group's `weight`, as in the paper, or that times ρ / (1 - ρ²) for a dev score ρ, optimal
     for independent errors. The latter needs `standardize` and dev pairs with a `score`."""
