@@ -49,8 +49,8 @@ class EvaluationSection(Section):
     dev_is_test: bool = False
     """Allow a test set as dev set; its scores are then no measurement."""
     num_heldout: Annotated[int, Field(ge=0)] = 512
-    """Corpus rows excluded from training, with their duplicates, for `agreement`. For a small corpus, the default is lowered to
-    a tenth of the rows."""
+    """Corpus rows excluded from training, with their duplicates, for `agreement`. For a small corpus, a default or packaged
+    value is lowered to a tenth of the rows."""
     eval_steps: Annotated[int, Field(ge=1)] = 125
     """Steps between dev scores; each also writes a checkpoint."""
     precision: Precision = "auto"

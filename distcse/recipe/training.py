@@ -35,8 +35,8 @@ class LoopSection(Section):
     """Training loop: batch, optimizer, learning-rate schedule and engine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Sentences (or pairs) per step over all workers, the length of every list. The default is lowered if it leaves fewer than
-    ten steps."""
+    """Sentences (or pairs) per step over all workers, the length of every list. A default or packaged value is lowered if it
+    leaves fewer than ten steps."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 4
     """Passes over the corpus; fractions are allowed."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
@@ -273,7 +273,8 @@ class BiSection(LoopSection):
     """Training of bi-encoders on the cross-encoders' labels: mean squared error of the cosine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Pairs per step over all workers of a group. The default is lowered if it leaves fewer than ten steps in a phase."""
+    """Pairs per step over all workers of a group. A default or packaged value is lowered if it leaves fewer than ten steps in a
+    phase."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 10
     """Passes over the pairs: 10 for STS, 15 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 5e-5
