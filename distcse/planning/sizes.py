@@ -61,9 +61,7 @@ class Shape:
     """d: dimension of a sentence vector."""
     vocabulary: int
     parameters: int
-    """Number of trained parameters."""
-    frozen_parameters: int
-    """Parameters in memory that are not trained: a pooler, which no pooling uses."""
+    """Number of trained parameters: without a pooler, which no pooling uses."""
     matrices: int
     """P: parameters of the linear maps through which every token goes; those that layers share count once for each layer."""
     has_dropout: bool
@@ -107,7 +105,6 @@ def read_shape(section: EncoderSection) -> Shape:
         dimension=encoder.dimension,
         vocabulary=embedding_shape(backbone)[0],
         parameters=sum(weight.numel() for weight in encoder.parameters()) - frozen,
-        frozen_parameters=frozen,
         matrices=_count_matrices(backbone),
         has_dropout=has_dropout(backbone.config),
     )
