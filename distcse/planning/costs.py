@@ -24,7 +24,7 @@ from distcse.planning.sizes import Lengths, Shape, read_shape
 from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection
 from distcse.runs.distillation.corpus import fit_to_corpus
 from distcse.teachers.kinds import TeacherKind, kind_of
-from distcse.teachers.table import rows_per_shard
+from distcse.teachers.table import BYTES_PER_NUMBER, rows_per_shard
 from distcse.text.token_table import PART_ROWS
 from distcse.training.schedule import total_steps
 
@@ -220,7 +220,9 @@ class PlannedTeacher(NamedTuple):
 
     def table_bytes(self, rows: float) -> float:
         """Return the bytes of its embedding table, in fp16 for `rows` sentences; 0 without a table of known size."""
-        return 2.0 * rows * self.shape.dimension if self.shape is not None and self.list_source != "live" else 0.0
+        if self.shape is None or self.list_source == "live":
+            return 0.0
+        return BYTES_PER_NUMBER * rows * self.shape.dimension
 
     def pass_over(self, texts: float, lengths: Lengths) -> Pass:
         """Return the pass over texts that are sorted by length, and so almost without padding."""
