@@ -88,7 +88,8 @@ def check_tables(recipe: Recipe) -> list[Check]:
     if any(source.dataset is not None for source in recipe.corpus.all_sources):
         return []
     try:
-        rows = sum(1 for _ in islice(source_rows(recipe.corpus), _COUNTED_ROWS))
+        most = min(_COUNTED_ROWS, recipe.corpus.limit_of_all or _COUNTED_ROWS)
+        rows = sum(1 for _ in islice(source_rows(recipe.corpus), most))
         kinds = [kind_of(section, only_local=True) for section in recipe.teachers.encoders]
         tables = [number for number, kind in enumerate(kinds) if kind.uses_table(recipe.teachers.mode)]
         needed = require_space(recipe, dict.fromkeys(tables, rows))

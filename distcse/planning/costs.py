@@ -34,8 +34,6 @@ PROCESS = 0.45 * 2**30
 """Bytes of a process after its imports: Python and its libraries, or on a GPU the CUDA context."""
 DEV_SENTENCES = {"none": 0, "stsb": 3000, "sickr": 1000, "stsb_sickr": 4000}
 """Sentences of the labelled dev sets, by `evaluation.dev`."""
-_DEV_TOKENS = 15.1
-"""Mean length of STS-B dev's sentences in BERT's WordPiece tokens; measured."""
 _TOKENIZED = 12_000.0
 """Sentences per second that one thread tokenizes."""
 _DISK = 2e8
@@ -60,18 +58,13 @@ _LATENCY = 2e-5
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds of a step by resource."""
+    """Seconds of a step: matrix products, memory traffic, the host's launches, transfers, and waiting for teachers' lists."""
 
     math: float = 0.0
-    """Matrix products."""
     traffic: float = 0.0
-    """Memory traffic of all other operations."""
     host: float = 0.0
-    """Launching operations: Python, dispatch, kernel launches."""
     network: float = 0.0
-    """Transfers between workers."""
     waiting: float = 0.0
-    """Waiting for teachers' lists."""
 
     def seconds(self, kind: str) -> float:
         """Return the total: a GPU overlaps with its host, so the longer counts; on a CPU (`kind` is `cpu`) both add up."""
@@ -109,11 +102,9 @@ class Pass:
 
     def saved_bytes(self, kind: str) -> float:
         """Return the bytes of activations that a training step holds on a `cpu` or `gpu`, with those of a layer's backward."""
-        full, half = _SAVED[kind]
-        backward = 40.0 * self.texts * self.length * self.shape.width
-        if self.precision == "fp32":
-            return full * self._size + backward
-        return half * self._size + backward + 2.0 * self.shape.matrices  # autocast's copies of the weights
+        is_half = self.precision != "fp32"
+        copies = 2.0 * self.shape.matrices if is_half else 0.0  # autocast's, of the weights
+        return _SAVED[kind][is_half] * self._size + 40.0 * self._size / self.shape.layers + copies
 
     def terms(self, machine: Machine, batches: float = 1.0) -> Terms:
         """Return the seconds on a machine, by resource, in a number of batches."""
@@ -121,10 +112,10 @@ class Pass:
         calls = _LAYER_CALLS[machine.kind, self.training] * self.shape.layers * batches
         return Terms(self.flops / machine.rate(self.precision), moved / machine.bandwidth, calls)
 
-    def batched_seconds(self, machine: Machine, batch_tokens: int | None = None) -> float:
-        """Return the seconds of a frozen model's pass over all texts, in batches of `batch_tokens` or the device's tokens."""
-        size = batch_tokens or BY_KIND[machine.kind].frozen_batch_tokens
-        return self.terms(machine, max(1.0, self.texts * self.length / size)).seconds(machine.kind)
+    def batched_seconds(self, machine: Machine) -> float:
+        """Return the seconds of a frozen model's pass over all texts, in batches of the device's number of tokens."""
+        batches = self.texts * self.length / BY_KIND[machine.kind].frozen_batch_tokens
+        return self.terms(machine, max(1.0, batches)).seconds(machine.kind)
 
 
 def step_terms(
@@ -410,9 +401,8 @@ class StudentPlan:
     def _search(self) -> PlannedPhase:
         """Cost of the candidates' search, which compares each query with each document in fp32."""
         queries, documents = self._rows_of("query"), self._rows_of("document")
-        with_tables = [teacher for teacher in self.teachers if teacher.list_source != "live"]
-        width = sum(teacher.shape.dimension for teacher in with_tables if teacher.shape is not None)
         by = self.recipe.candidates.by if self.recipe.candidates is not None else "teachers"
+        width = sum(teacher.table_bytes(1) for teacher in self.teachers) / BYTES_PER_NUMBER
         products = 0.0 if by == "bm25" else queries * documents
         devices = self.cluster.devices if self.recipe.uses_ray else 1
         seconds = products * (2.0 * width + _SELECTED) / (self.cluster.machine.rate("fp32") * devices)
@@ -429,7 +419,7 @@ class StudentPlan:
         shard = min(rows_per_shard(section.shard_rows, rows), rows)
         shards = math.ceil(rows / shard)
         actors = max(1, min(shards, section.embedding_workers or self.cluster.devices)) if self.recipe.uses_ray else 1
-        seconds = teacher.pass_over(shard, lengths).batched_seconds(self.cluster.machine, section.tokens_per_batch)
+        seconds = teacher.pass_over(shard, lengths).batched_seconds(self.cluster.machine)
         seconds = math.ceil(shards / actors) * (seconds + shard / _TOKENIZED)
         if self.measured is not None and number in self.measured.row:
             seconds = self.measured.row[number] * rows
@@ -440,18 +430,15 @@ class StudentPlan:
     def dev_scores(self) -> PlannedPhase:
         """Cost of the dev scores at the start, every eval_steps steps and after the last step, with their checkpoints."""
         section, machine = self.recipe.evaluation, self.cluster.machine
-        known = DEV_SENTENCES.get(self.recipe.dev_score)
-        others = min(OTHER_DOCUMENTS, self.lengths.rows) if self.recipe.has_queries else 0
-        texts = section.num_heldout + others if known is None else known
-        length = self.lengths.mean(self.recipe.student.longest) if known is None else _DEV_TOKENS
-        work = Pass(self.student, texts, length, precision=section.precision)
         number = math.ceil(self.steps / section.eval_steps) + 1
-        checkpoints = 1 if machine.kind == "gpu" else number
         if self.measured is not None:
-            seconds = number * self.measured.dev_score
-        else:
-            score = (work.batched_seconds(machine) if texts else 0.0) + texts / _TOKENIZED
-            seconds = number * score + checkpoints * 12.0 * self.trained / _DISK
+            return PlannedPhase("dev scores", number * self.measured.dev_score, note=f"{number:,}, with checkpoints")
+        others = min(OTHER_DOCUMENTS, self.lengths.rows) if self.recipe.has_queries else 0
+        texts = DEV_SENTENCES.get(self.recipe.dev_score, section.num_heldout + others)
+        work = Pass(self.student, texts, self.lengths.mean(self.recipe.student.longest), precision=section.precision)
+        score = (work.batched_seconds(machine) if texts else 0.0) + texts / _TOKENIZED
+        checkpoints = 1 if machine.kind == "gpu" else number
+        seconds = number * score + checkpoints * 12.0 * self.trained / _DISK
         return PlannedPhase("dev scores", seconds, note=f"{number:,}, with checkpoints")
 
     @property

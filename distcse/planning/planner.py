@@ -88,7 +88,7 @@ def missing_resources(recipe: BaseRecipe, cluster: PlannedCluster) -> list[str]:
 
 
 def _plan_family(recipe: FamilyRecipe, cluster: PlannedCluster, rows: int | None) -> Estimate:
-    """Plan the training of a family's students, one after the other or side by side on GPUs.
+    """Plan a family's largest student, and the training of the others, one after the other or side by side on GPUs.
 
     Which layers a student has does not change its cost.
     """
@@ -96,31 +96,25 @@ def _plan_family(recipe: FamilyRecipe, cluster: PlannedCluster, rows: int | None
     for member in recipe.largest_first:
         student = recipe.student_recipe(member.model_copy(update={"layers": list(range(member.depth))}))
         plans[member.label] = StudentPlan.of(student, lengths, cluster)
-    first = next(iter(plans.values()))
+    largest = next(iter(plans.values()))
+    estimate = estimate_student(largest, [1], problems=missing_resources(largest.recipe, cluster))
+    training = {name: plan.training_seconds for name, plan in plans.items()}
     # What several students on one GPU cost each other is not known.
-    is_live = any(teacher.list_source == "live" for teacher in first.teachers)
+    is_live = any(teacher.list_source == "live" for teacher in largest.teachers)
     has_gpus = cluster.machine.kind == "gpu" and recipe.gpu_mode != "none" and not is_live
-    ends = [0.0]
-    if has_gpus and recipe.is_for_one_process and recipe.gpus_of_a_student == 1:
-        ends *= min(len(plans), cluster.devices)
-    for plan in plans.values():  # each begins where one has ended first
-        heapq.heapreplace(ends, ends[0] + plan.training_seconds)
-    seconds = first.seconds - first.training_seconds + max(ends)
-    how = "one after the other" if len(ends) == 1 else f"side by side on {len(ends)} GPUs"
-    static = [member.label for member in recipe.static_members]
-    estimates = {name: estimate_student(plan) for name, plan in plans.items()}
+    is_side_by_side = has_gpus and recipe.is_for_one_process and recipe.gpus_of_a_student == 1
+    ends = [0.0] * (min(len(plans), cluster.devices) if is_side_by_side else 1)
+    for seconds in training.values():  # each begins where one has ended first
+        heapq.heapreplace(ends, ends[0] + seconds)
+    total = largest.seconds - largest.training_seconds + max(ends)
+    how = f"side by side on {len(ends)} GPUs" if len(ends) > 1 else "one after the other"
     lines = [
-        f"family     {len(plans)} students {how}, {span(seconds)} in all; the text is read and embedded once",
-        f"{'student':<20}{'training':>12}{'step':>12}",
-        *(f"{name:<20}{span(plan.training_seconds):>12}{span(plan.step_seconds):>12}" for name, plan in plans.items()),
-        *(f"{name:<20}{'not counted':>12}   a vector per token, trained last on the same targets" for name in static),
-        "",
-        *next(iter(estimates.values())).lines,
+        f"family     {len(plans)} students {how}, {span(total)} in all; the text is read and embedded once",
+        *(f"           {name}: trains for {span(seconds)}" for name, seconds in training.items()),
+        *(f"           {member.label}: not counted" for member in recipe.static_members),
     ]
-    problems = [f"{name}: {problem}" for name, estimate in estimates.items() for problem in estimate.problems]
-    described = {name: estimate.described for name, estimate in estimates.items()}
-    found = {"students": described, "static": static, "side_by_side": len(ends), "seconds": seconds}
-    return Estimate(lines, found, [*missing_resources(recipe, cluster), *problems])
+    described = {**estimate.described, "students": training, "side_by_side": len(ends), "seconds": total}
+    return estimate._replace(lines=[*lines, "", *estimate.lines], described=described)
 
 
 def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> PlannedCluster:

@@ -38,7 +38,7 @@ main = command("plan")
 
 BASE = "google-bert/bert-base-uncased"
 RANKCSE = "rankcse-listmle-bert-base"
-CPU = Machine("a CPU", "cpu", {"fp32": 9.5e10}, 3.5e10, 8e9, 2e9, "of a test")
+CPU = Machine("a CPU", "cpu", {"fp32": 9.5e10}, 3.5e10, 8e9, 2e9)
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -482,7 +482,7 @@ def require_space(recipe: Recipe, vectors: Mapping[int, int]) -> str:
             f"the teachers' tables need {gib(needed)} in {cache}, which has {gib(free)} free: {gib(needed - free)} are missing; "
             "free them, or set storage.cache=FOLDER on a larger disk"
         )
-    return f"{gib(needed)} of {gib(free)} free"
+    return f"{gib(needed)} needed, {gib(free)} free"
 
 
 def vector_width(section: EncoderSection) -> int:
