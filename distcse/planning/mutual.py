@@ -77,13 +77,9 @@ def _plan_part(
 def plan_groups(
     recipe: MutualRecipe, cluster: PlannedCluster, rows: int | None, missing: Sequence[str] = ()
 ) -> Estimate:
-    """Estimate the cost of all groups over all cycles on a cluster.
+    """Estimate the cost of all groups over all cycles on a cluster, which lacks what is `missing` for their processes.
 
-    Args:
-        recipe: The recipe.
-        cluster: Where it would run.
-        rows: Number of pairs; None for those of the recipe.
-        missing: What the cluster lacks for the groups' processes.
+    `rows` are the pairs, None for those of the recipe.
     """
     pairs, lengths = _read_pairs(recipe, rows)
     recipe = fit_to_pairs(with_max_workers(recipe, Reporter()), pairs)

@@ -34,13 +34,9 @@ NOT_COUNTED = "not counted: start of Ray and imports, downloads, the final evalu
 def estimate_student(
     plan: StudentPlan, counts: Sequence[int] = (), price: float | None = None, problems: Sequence[str] = ()
 ) -> Estimate:
-    """Return a student's plan, also on numbers of devices; its first lines are the shortest answer.
+    """Return a student's plan, whose first lines are the shortest answer; `problems` are why the cluster has no room for it.
 
-    Args:
-        plan: The plan.
-        counts: Numbers of devices to compare. Default: the powers of two up to the cluster's devices.
-        price: Price of a device for an hour.
-        problems: Why the cluster has no room for the run.
+    `counts` and `price` are those of `worth_of`.
     """
     machine, training, step, needed = plan.cluster.machine, plan.recipe.training, plan.step, sum(plan.memory.values())
     problems, worth, held = (*problems, *memory_problems(plan)), worth_of(plan, counts, price), size_text(needed)
@@ -107,7 +103,8 @@ def estimate_student(
 def worth_of(plan: StudentPlan, counts: Sequence[int], price: float | None = None) -> list[dict[str, Any]]:
     """Return the run's cost on each number of devices: all of them embed, and the fastest number of them trains.
 
-    The row that is `worth` it has the fewest devices within ten percent of the shortest time.
+    Without `counts`, they are the powers of two up to the cluster's devices; `price` is that of a device for an hour. The row
+    that is `worth` it has the fewest devices within ten percent of the shortest time.
     """
     devices = 1 if plan.cluster.spec == "local" else plan.cluster.devices
     powers = [1 << power for power in range(devices.bit_length()) if 1 << power < devices]

@@ -472,6 +472,19 @@ def test_a_short_run_is_measured_and_extrapolated(
     assert "measured on this machine: the median of 20 steps is" in capsys.readouterr().out
 
 
+def test_a_familys_students_train_side_by_side_on_gpus(
+    tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [f"student.backbone={tiny('bert')}", f"teachers.encoders=[{{backbone: {tiny('bert')}}}]"]
+    plan = ["three-teachers-family", *models, "family=[{layers: 3}, {layers: 1}]", "--corpus-rows", "1000000", "--json"]
+    assert main([*plan, "--cluster", "2xL4-24G"]) == main([*plan, "--cluster", "L4-24G"]) == 0
+    side_by_side, in_turn = (json.loads(line) for line in capsys.readouterr().out.replace("}\n{", "}\0{").split("\0"))
+    large, small = side_by_side["students"].values()
+    assert (side_by_side["side_by_side"], in_turn["side_by_side"]) == (2, 1) and large > small
+    embedding = in_turn["seconds"] - large - small
+    assert large < side_by_side["seconds"] <= large + embedding
+
+
 def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     folders = [f"groups.{number}.backbone={tiny('bert')}" for number in range(3)]
     layers = [f"groups.{number}.layers=[0, 2]" for number in (1, 2)]
