@@ -293,7 +293,7 @@ class ClusterTooSmallError(RunError, code="DCSE-X09"):
 
 
 class SharedStorageError(RunError, code="DCSE-X11"):
-    """A node does not see a folder that all nodes must share."""
+    """A node does not see a folder that all nodes must share, or has other versions or another time."""
 
 
 class WorkersLostError(RunError, code="DCSE-X12", is_own_failure=True):

@@ -20,7 +20,7 @@ class FixedCluster:
     device_speeds: ClusterSpeeds = field(default_factory=lambda: ClusterSpeeds([]))
     autoscales: bool = False
     required: list[tuple[Mapping[str, Path], set[str], list[Labels]]] = field(default_factory=list)
-    """Written folders, keys of read paths and labels of each call of `require_shared`."""
+    """Written folders, keys of read paths and labels of each call of `require_alike`."""
 
     def starting(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -45,6 +45,6 @@ class FixedCluster:
     def speeds(self) -> ClusterSpeeds:
         return self.device_speeds
 
-    def require_shared(self, written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
+    def require_alike(self, written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
         assert all(folder.is_dir() for folder in written.values())
         self.required.append((written, set(read), list(labels)))

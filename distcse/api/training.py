@@ -386,6 +386,7 @@ def plan(
     corpus_rows: int | None = None,
     gpus: Sequence[int] = (),
     measure: bool = False,
+    price: float | None = None,
 ) -> Estimate:
     """Estimate what a recipe costs on given machines: time, memory, disk and what binds, as `distcse plan` does.
 
@@ -394,8 +395,9 @@ def plan(
         overrides: As for `run`.
         cluster: `8xA100-40G`, `2x8xH100-80G` (nodes x GPUs), `2xcpu` (machines like this one), or `local`.
         corpus_rows: Sentences or pairs to plan for. Default: those of the recipe's text.
-        gpus: Also estimate these numbers of devices.
+        gpus: Numbers of devices to compare. Default: the powers of two up to the cluster's.
         measure: Run twenty steps on a sample of the text on this machine first, and plan with their times. Default: False.
+        price: Price of a device for an hour, in any currency. Default: none, and no costs.
 
     Raises:
         ArgumentError: The cluster has no such form, or an option does not fit the recipe.
@@ -405,5 +407,5 @@ def plan(
         raise ArgumentError(f"--measure runs on this machine; --cluster is {cluster}: write --cluster local")
     recipe = with_precisions(recipe, form)
     measured = measure_steps(recipe, lambda short, listen: run(short, listen=listen)) if measure else None
-    estimate = plan_recipe(recipe, open_cluster(cluster, form, recipe), corpus_rows, gpus, measured)
+    estimate = plan_recipe(recipe, open_cluster(cluster, form, recipe), corpus_rows, gpus, measured, price)
     return estimate._replace(warnings=experiment_of(recipe).settings_warnings(only_local=True))

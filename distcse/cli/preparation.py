@@ -6,10 +6,12 @@ import argparse
 import fnmatch
 import json
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from importlib.resources import files
+from typing import Any
 
 from distcse.cli.shared import Commands, add_command, add_recipe_words, loading, program
 from distcse.errors import ArgumentError, ClusterTooSmallError, RecipeNotFoundError, nearest
@@ -151,8 +153,9 @@ def _add_plan(commands: Commands) -> None:
         commands,
         "plan",
         _plan,
-        "What a recipe costs on given machines: time, memory, disk, what binds; nothing is run without --measure.",
-        "rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 --gpus 1 8 64 512 1000",
+        "What a recipe costs on given machines: time, memory, disk, what binds, and how many GPUs are worth it; nothing is run "
+        "without --measure.",
+        "rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 --price 2.5",
     )
     add_recipe_words(parser)
     parser.add_argument(
@@ -167,7 +170,14 @@ def _add_plan(commands: Commands) -> None:
         metavar="N",
         help="sentences (or pairs) to plan for; default: those of the recipe's text",
     )
-    parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="also a table for these numbers of devices")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of devices to compare; default: the powers of two up to the cluster's",
+    )
+    parser.add_argument("--price", type=float, metavar="MONEY", help="price of a device for an hour, to show costs")
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -184,6 +194,8 @@ def _plan(options: argparse.Namespace) -> int:
     for name, numbers in (("--corpus-rows", [options.corpus_rows]), ("--gpus", options.gpus or [])):
         if any(number is not None and number < 1 for number in numbers):
             raise ArgumentError(f"{name} is {numbers}; write numbers from 1 on")
+    if options.price is not None and not options.price > 0:
+        raise ArgumentError(f"--price is {options.price:g}; write a price above 0")
     parse_cluster(options.cluster)
     recipe = read_recipe(options.recipe, options.overrides)
     with loading(options):
@@ -195,15 +207,30 @@ def _plan(options: argparse.Namespace) -> int:
             corpus_rows=options.corpus_rows,
             gpus=options.gpus or [],
             measure=options.measure,
+            price=options.price,
         )
     if options.json:
         described = {**estimate.described, "warnings": [vars(warning) for warning in estimate.warnings]}
         sys.stdout.write(json.dumps(described, indent=2) + "\n")
     else:
-        print_lines([*estimate.lines, *(f"warning    {warning.text}" for warning in estimate.warnings)])
+        warnings = [f"warning    {warning.text}" for warning in estimate.warnings]
+        print_lines([*estimate.lines, *_trials_for_the_rest(options, estimate.described), *warnings])
     if estimate.problems:
         raise ClusterTooSmallError(f"this plan cannot be carried out: {estimate.problems[0]}")
     return 0
+
+
+def _trials_for_the_rest(options: argparse.Namespace, described: Mapping[str, Any]) -> list[str]:
+    """Return the command of a sweep with a trial on each device, where fewer devices are worth it for one run."""
+    from distcse.recipe import packaged_spaces
+
+    rows = described.get("scaling", [])
+    devices = max((row["devices"] for row in rows), default=1)
+    if not any(row["worth"] and row["devices"] < devices for row in rows):
+        return []
+    space = next((name for name in packaged_spaces() if options.recipe.startswith(name)), "SPACE")
+    words = [options.recipe, "--space", space, *options.overrides, "training.workers=1"]
+    return [f"the rest   {devices:,} trials at once, one a device: {program('tune')} {shlex.join(words)}"]
 
 
 def _add_doctor(commands: Commands) -> None:

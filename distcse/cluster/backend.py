@@ -53,8 +53,10 @@ class RayCluster:
         return cluster(fast_allocator=self.fast_allocator)
 
     def nodes(self) -> list[Node]:
-        from distcse.cluster.nodes import alive
+        from distcse.cluster.nodes import alive, this_machine
 
+        if is_on_this_machine():
+            return [this_machine()]
         wait_for_ray()
         return alive()
 
@@ -82,10 +84,10 @@ class RayCluster:
 
         return cluster_speeds()
 
-    def require_shared(self, written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
-        from distcse.cluster.shared_storage import require_shared
+    def require_alike(self, written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
+        from distcse.cluster.node_checks import require_alike
 
-        require_shared(written, read, labels)
+        require_alike(written, read, labels)
 
 
 class RayBackend(Backend):

@@ -14,8 +14,8 @@ from distcse.cluster.assigned_resources import use_gpus, use_threads
 from distcse.cluster.cluster import worker_environment
 from distcse.cluster.event_channel import EventChannel, flush, reporter_of, unique_name
 from distcse.cluster.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
+from distcse.cluster.node_checks import require_alike
 from distcse.cluster.nodes import ResourceWatchdog, alive, live_nodes
-from distcse.cluster.shared_storage import require_shared
 from distcse.devices import host
 from distcse.devices.device_plan import DeviceOptions, DevicePlan, OwnNode, plan_devices
 from distcse.devices.resources import ResourceRequest, format_resources
@@ -62,7 +62,7 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
         reporter.warn(text)
     if plan is None:
         return LocalBackend().run_on_devices(calls, options, reporter)
-    require_shared(options.written, options.read, [plan.labels])
+    require_alike(options.written, options.read, [plan.labels])
     channel = EventChannel(f"devices-{options.owner}")
     actors: list[Any] = []
     try:

@@ -7,28 +7,31 @@ import os
 import socket
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from distcse.checks import Check, answers, fail, ok, warn
 from distcse.cluster.cluster import fix_of_joining
-from distcse.cluster.nodes import alive, ask_nodes
+from distcse.cluster.nodes import alive, this_machine
 from distcse.cluster.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file, find_long_socket_path
-from distcse.devices import host
-from distcse.devices.device import gpu_count, local_speed
-from distcse.devices.host import installed_version
+from distcse.devices.device import local_speed
 from distcse.devices.resources import Node, format_nodes
-from distcse.errors import ClusterTooSmallError, DistcseError, EncoderError, StorageError
+from distcse.errors import ClusterTooSmallError, DistcseError, EncoderError, StorageWriteError
 from distcse.preflight import machine
 from distcse.preflight.models import model_questions
-from distcse.recipe import BaseRecipe, StorageSection
-from distcse.runs.experiment import experiment_of
-from distcse.storage import ArtifactStore, open_store, resolve_path
+from distcse.recipe import BaseRecipe, Recipe, StorageSection
+from distcse.runs.distillation.corpus import require_space
+from distcse.runs.experiment import Experiment, experiment_of
+from distcse.storage import open_store, resolve_path
 from distcse.teachers.kinds import kind_of
+from distcse.text import source_rows
 
 _DASHBOARD = 8265
 _CLIENT = 10001
 _LOOPBACK = "127.0.0.1"
+_COUNTED_ROWS = 2_000_000
+"""Rows of the text that are counted: some seconds."""
 
 
 def diagnose(recipe: BaseRecipe | None = None) -> Iterator[Check]:
@@ -67,6 +70,8 @@ def check_recipe(recipe: BaseRecipe) -> Iterator[Check]:
     for teacher in recipe.inputs.teachers:
         yield from kind_of(teacher, only_local=True).check_source()
     yield from answers(experiment.questions())
+    if isinstance(recipe, Recipe):
+        yield from check_tables(recipe)
     try:
         warnings = experiment.settings_warnings(only_local=True)
     except DistcseError as error:
@@ -78,12 +83,30 @@ def check_recipe(recipe: BaseRecipe) -> Iterator[Check]:
         yield ok("settings", "nothing to warn of")
 
 
+def check_tables(recipe: Recipe) -> list[Check]:
+    """Check that the teachers' tables have room in the cache, by the text's rows; those that are stored already count too."""
+    if any(source.dataset is not None for source in recipe.corpus.all_sources):
+        return []
+    try:
+        most = min(_COUNTED_ROWS, recipe.corpus.limit_of_all or _COUNTED_ROWS)
+        rows = sum(1 for _ in islice(source_rows(recipe.corpus), most))
+        kinds = [kind_of(section, only_local=True) for section in recipe.teachers.encoders]
+        tables = [number for number, kind in enumerate(kinds) if kind.uses_table(recipe.teachers.mode)]
+        needed = require_space(recipe, dict.fromkeys(tables, rows))
+    except StorageWriteError as error:
+        problem, _, fix = error.coded_message.partition("; ")
+        return [warn("tables", problem, f"{fix}, unless they are stored already")]
+    except DistcseError:  # the checks of the text and the models report it
+        return []
+    return [ok("tables", f"{needed} for {rows:,} rows{' and more' if rows == _COUNTED_ROWS else ''}")]
+
+
 def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe | None = None) -> list[Check]:
-    """Check the nodes of the cluster at RAY_ADDRESS: versions of Ray, Python and packages, and access to the run's folders."""
+    """Check the cluster at RAY_ADDRESS: whether its nodes have this one's versions, time and files, and room for a recipe."""
     address = os.environ.get("RAY_ADDRESS")
+    experiment = None if recipe is None or not recipe.uses_ray else experiment_of(recipe)
     if not address:
         running = _find_running()
-        here = Node("", {"CPU": host.cpus(), **({"GPU": gpus} if (gpus := gpu_count()) else {})}, {})
         found = (
             "none; each run starts one on this machine"
             if running is None
@@ -91,14 +114,14 @@ def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe |
         )
         sockets = find_long_socket_path()
         too_long = [] if sockets is None else [fail("ray folder", *sockets)]
-        return [ok("cluster", found), *too_long, *_resources(recipe, [here])]
+        return [ok("cluster", found), *too_long, *_resources(experiment, [this_machine()])]
     import ray
 
     was_up = ray.is_initialized()
     try:
         if not was_up:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        return [*_nodes(address, shared or {}), *_resources(recipe, alive())]
+        return [*_nodes(address, shared or {}, experiment), *_resources(experiment, alive())]
     except Exception as error:  # Ray raises errors of many types if a cluster cannot be joined
         summary = f"cannot join {address}: {' '.join(str(error).split())[:200]}"
         return [fail("cluster", summary, fix_of_joining(error))]
@@ -107,71 +130,39 @@ def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe |
             ray.shutdown()
 
 
-def _resources(recipe: BaseRecipe | None, nodes: Sequence[Node]) -> list[Check]:
+def _resources(experiment: Experiment[Any] | None, nodes: Sequence[Node]) -> list[Check]:
     """Check that the nodes can run a recipe's processes at the same time."""
-    if recipe is None or not recipe.uses_ray:
+    if experiment is None:
         return []
+    wait_s = experiment.recipe.resources.wait_s
     try:
-        experiment_of(recipe).check_resources(nodes)
+        experiment.check_resources(nodes)
     except ClusterTooSmallError as error:
         found, _, fix = error.coded_message.partition("; ")
-        if recipe.resources.wait_s and os.environ.get("RAY_ADDRESS"):
-            return [warn("resources", found, f"a run waits {recipe.resources.wait_s:g} s for nodes; otherwise {fix}")]
+        if wait_s and os.environ.get("RAY_ADDRESS"):
+            return [warn("resources", found, f"a run waits {wait_s:g} s for nodes; otherwise {fix}")]
         return [fail("resources", found, fix)]
     except EncoderError:  # the check of the models reports it
         return []
     return [ok("resources", f"enough for the recipe: {format_nodes([node.resources for node in nodes])}")]
 
 
-def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
+def _nodes(address: str, shared: Mapping[str, Path], experiment: Experiment[Any] | None) -> list[Check]:
+    """Ask the nodes what a run asks them, those with the recipe's labels."""
     import ray
-    from ray.exceptions import RayError
 
-    from distcse.cluster.shared_storage import find_unshared
+    from distcse.cluster.node_checks import find_unlike, versions
 
-    nodes = alive()
-    stores = {key: open_store(folder) for key, folder in shared.items()}
-    buckets = [store for store in stores.values() if store.is_remote]
-    found, local, answers = [], _describe_node([]), ask_nodes(nodes, _describe_node, buckets)
-    resources = ray.cluster_resources()
-    summary = f"{address}: {len(nodes)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
-    for node in nodes:
-        remote = answers[node.id]
-        if isinstance(remote, RayError):
-            raise remote
-        for kind in ("ray", "python", "torch", "distcse"):
-            if remote[kind] != local[kind]:
-                difference = f"node {node.address} has {kind} {remote[kind]}, this machine {local[kind]}"
-                found.append(fail("cluster", difference, f"install {kind} {local[kind]} on the node"))
-        missing = [store.uri for store in buckets if store.uri not in remote["usable_buckets"]]
-        if missing:
-            fix = "set the storage's credentials on the node"
-            found.append(fail("cluster", f"node {node.address} cannot use {missing[0]}", fix))
-    folders = {key: store.path for key, store in stores.items() if not store.is_remote and store.path.is_dir()}
-    for address_of_node, problem in find_unshared(folders, {}, [None]).items():
+    needs = None if experiment is None else experiment.needs
+    read, labels = ({}, [None]) if needs is None else (needs.read, [*needs.labels.values()])
+    written = {key: folder for key, folder in shared.items() if open_store(folder).is_remote or folder.is_dir()}
+    found = []
+    for node, problem in find_unlike(written, read, labels).items():
         description, _, fix = problem.partition("; ")
-        found.append(fail("cluster", f"node {address_of_node} {description}", fix))
-    return found or [ok("cluster", f"{summary}; all with ray {local['ray']} and python {local['python']}")]
-
-
-def _describe_node(buckets: Sequence[ArtifactStore]) -> dict[str, Any]:
-    """Return a node's versions, and the addresses in object storage that it can use."""
-    import platform
-
-    versions = {package: installed_version(package, "none") for package in ("ray", "torch", "distcse")}
-    return {
-        **versions,
-        "python": platform.python_version(),
-        "usable_buckets": [store.uri for store in buckets if _can_use(store)],
-    }
-
-
-def _can_use(bucket: ArtifactStore) -> bool:
-    try:
-        bucket.probe()
-    except StorageError:  # the check of the storage reports the reason
-        return False
-    return True
+        found.append(fail("cluster", f"node {node} {description}", fix))
+    nodes, resources, own = alive(), ray.cluster_resources(), versions()
+    summary = f"{address}: {len(nodes)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
+    return found or [ok("cluster", f"{summary}; all with ray {own['ray']} and python {own['python']}")]
 
 
 def check_token(environment: Mapping[str, str] | None = None, home: Path | None = None) -> list[Check]:

@@ -51,6 +51,14 @@ def live_nodes() -> list[Node]:
     ]
 
 
+def this_machine() -> Node:
+    """Return this machine as the only node of a cluster that a run will start here."""
+    from distcse.devices import host
+    from distcse.devices.device import gpu_count
+
+    return Node("", {"CPU": float(host.cpus()), **({"GPU": float(gpus)} if (gpus := gpu_count()) else {})}, {})
+
+
 def alive() -> list[Node]:
     """Return the live nodes of the cluster, without those that Ray drains, which take no new work."""
     leaving = draining_nodes()

@@ -81,7 +81,7 @@ def _run(
         if decided != recipe:
             folder.decide(decided)
         trials = experiment_of(decided).trials
-        _require_shared(decided, trials, cluster, directory)
+        _require_alike(decided, trials, cluster, directory)
         tables = trials.prepare(backend, reporter, folder)
         with _served(trials.teachers, tables, resources, reporter, directory.name) as trial_backend:
             from distcse.cluster.tune import search, train_all
@@ -122,14 +122,14 @@ def _run(
     )
 
 
-def _require_shared(recipe: BaseRecipe, trials: Trials, cluster: RayCluster, directory: Path) -> None:
+def _require_alike(recipe: BaseRecipe, trials: Trials, cluster: RayCluster, directory: Path) -> None:
     """Check that every node that can run a trial, or its teachers, sees the sweep's folders."""
     needs, (workers, *_) = trials.needs, trials.processes
     check_storage(recipe.storage, [key.removeprefix("storage.") for key in needs.written])
     # The process that starts a trial's workers reserves next to nothing, and runs on any node.
     labels = [workers.labels if workers.number == 1 else None]
     labels += [] if trials.teachers is None else [trials.teachers.node_labels]
-    cluster.require_shared({"storage.runs": directory, **needs.written}, needs.read, labels)
+    cluster.require_alike({"storage.runs": directory, **needs.written}, needs.read, labels)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class Cluster(Protocol):
         ...
 
     def nodes(self) -> list[Node]:
-        """Return the live nodes, waiting for the cluster if it is starting."""
+        """Return the live nodes, waiting for the cluster if it is starting; this machine, if it will be the only node."""
         ...
 
     def can_grow(self) -> bool:
@@ -72,11 +72,11 @@ class Cluster(Protocol):
         """Measure or look up the device speeds of all nodes, waiting for the cluster if it is starting."""
         ...
 
-    def require_shared(self, written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
-        """Check that every node which can get work sees the same files as this node.
+    def require_alike(self, written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
+        """Check that every node which can get work has this node's versions, time and files.
 
         Args:
-            written: Existing folders that the run writes to on several nodes. Folders in object storage are not checked.
+            written: Existing folders, or addresses in object storage, that the run writes to on several nodes.
             read: Files and folders that the run only reads. Those missing here are names, such as a hub model, that each node
                 resolves itself; they are not checked.
             labels: Labels of the nodes that can get work.

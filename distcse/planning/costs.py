@@ -24,7 +24,7 @@ from distcse.planning.sizes import Lengths, Shape, read_shape
 from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection
 from distcse.runs.distillation.corpus import fit_to_corpus
 from distcse.teachers.kinds import TeacherKind, kind_of
-from distcse.teachers.table import rows_per_shard
+from distcse.teachers.table import BYTES_PER_NUMBER, rows_per_shard
 from distcse.text.token_table import PART_ROWS
 from distcse.training.schedule import total_steps
 
@@ -34,8 +34,6 @@ PROCESS = 0.45 * 2**30
 """Bytes of a process after its imports: Python and its libraries, or on a GPU the CUDA context."""
 DEV_SENTENCES = {"none": 0, "stsb": 3000, "sickr": 1000, "stsb_sickr": 4000}
 """Sentences of the labeled dev sets, by `evaluation.dev`."""
-_DEV_TOKENS = 15.1
-"""Mean length of STS-B dev's sentences in BERT's WordPiece tokens; measured."""
 _TOKENIZED = 12_000.0
 """Sentences per second that one thread tokenizes."""
 _DISK = 2e8
@@ -52,24 +50,21 @@ _ADAMW_BYTES = 40.0
 """Bytes read and written per parameter: weight, gradient, two moments, and before that the gradient's norm and clipping."""
 _SELECTED = 130.0
 """FLOPs of matrix products that take as long as comparing one cosine with the nearest of its query; timed on two threads."""
+RESTART = 60.0
+"""Seconds from the loss of a node to the next step on a node that is there; assumed."""
 _LATENCY = 2e-5
 """Seconds per hop of a collective; assumed for NCCL between nodes."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds of a step by resource."""
+    """Seconds of a step: matrix products, memory traffic, the host's launches, transfers, and waiting for teachers' lists."""
 
     math: float = 0.0
-    """Matrix products."""
     traffic: float = 0.0
-    """Memory traffic of all other operations."""
     host: float = 0.0
-    """Launching operations: Python, dispatch, kernel launches."""
     network: float = 0.0
-    """Transfers between workers."""
     waiting: float = 0.0
-    """Waiting for teachers' lists."""
 
     def seconds(self, kind: str) -> float:
         """Return the total: a GPU overlaps with its host, so the longer counts; on a CPU (`kind` is `cpu`) both add up."""
@@ -107,11 +102,9 @@ class Pass:
 
     def saved_bytes(self, kind: str) -> float:
         """Return the bytes of activations that a training step holds on a `cpu` or `gpu`, with those of a layer's backward."""
-        full, half = _SAVED[kind]
-        backward = 40.0 * self.texts * self.length * self.shape.width
-        if self.precision == "fp32":
-            return full * self._size + backward
-        return half * self._size + backward + 2.0 * self.shape.matrices  # autocast's copies of the weights
+        is_half = self.precision != "fp32"
+        copies = 2.0 * self.shape.matrices if is_half else 0.0  # autocast's, of the weights
+        return _SAVED[kind][is_half] * self._size + 40.0 * self._size / self.shape.layers + copies
 
     def terms(self, machine: Machine, batches: float = 1.0) -> Terms:
         """Return the seconds on a machine, by resource, in a number of batches."""
@@ -119,10 +112,10 @@ class Pass:
         calls = _LAYER_CALLS[machine.kind, self.training] * self.shape.layers * batches
         return Terms(self.flops / machine.rate(self.precision), moved / machine.bandwidth, calls)
 
-    def batched_seconds(self, machine: Machine, batch_tokens: int | None = None) -> float:
-        """Return the seconds of a frozen model's pass over all texts, in batches of `batch_tokens` or the device's tokens."""
-        size = batch_tokens or BY_KIND[machine.kind].frozen_batch_tokens
-        return self.terms(machine, max(1.0, self.texts * self.length / size)).seconds(machine.kind)
+    def batched_seconds(self, machine: Machine) -> float:
+        """Return the seconds of a frozen model's pass over all texts, in batches of the device's number of tokens."""
+        batches = self.texts * self.length / BY_KIND[machine.kind].frozen_batch_tokens
+        return self.terms(machine, max(1.0, batches)).seconds(machine.kind)
 
 
 def step_terms(
@@ -218,7 +211,9 @@ class PlannedTeacher(NamedTuple):
 
     def table_bytes(self, rows: float) -> float:
         """Return the bytes of its embedding table, in fp16 for `rows` sentences; 0 without a table of known size."""
-        return 2.0 * rows * self.shape.dimension if self.shape is not None and self.list_source != "live" else 0.0
+        if self.shape is None or self.list_source == "live":
+            return 0.0
+        return BYTES_PER_NUMBER * rows * self.shape.dimension
 
     def pass_over(self, texts: float, lengths: Lengths) -> Pass:
         """Return the pass over texts that are sorted by length, and so almost without padding."""
@@ -240,23 +235,33 @@ class StudentPlan:
     cluster: PlannedCluster
     workers: int
     """Number of training workers; 1 also for a run without Ray."""
-    others: int = 0
-    """Number of other students, which train at the same time on a device each."""
     measured: Measured | None = None
 
     @classmethod
     def of(
         cls, recipe: Recipe, lengths: Lengths, cluster: PlannedCluster, measured: Measured | None = None
     ) -> StudentPlan:
-        """Plan with the recipe's workers; by default, with the most devices that divide the batch size."""
+        """Plan with the recipe's workers; where it sets none, with those that are fastest on the cluster."""
         recipe = fit_to_corpus(recipe, lengths.rows, Reporter())
         training, detection = recipe.training, recipe.objective.active(DetectionSection)
         models = [] if detection is None else [read_shape(EncoderSection(backbone=detection.generator))]
         teachers = [PlannedTeacher.of(section, recipe.teachers.mode) for section in recipe.teachers.encoders]
-        workers = max(1, training.workers)
-        if cluster.spec != "local" and "workers" not in training.model_fields_set:
-            workers = largest_divisor(training.batch_size, cluster.devices)
-        return cls(recipe, read_shape(recipe.student), teachers, models, lengths, cluster, workers, measured=measured)
+        student, workers = read_shape(recipe.student), max(1, training.workers)
+        plan = cls(recipe, student, teachers, models, lengths, cluster, workers, measured)
+        return plan if cluster.spec == "local" or "workers" in training.model_fields_set else plan.on(cluster.devices)
+
+    def on(self, devices: int) -> StudentPlan:
+        """Return the plan on this number of the cluster's devices, of which the fastest number trains."""
+        nodes = math.ceil(devices / self.cluster.per_node)
+        cluster = replace(self.cluster, nodes=nodes, per_node=math.ceil(devices / nodes))
+        counts = [count for count in range(1, min(devices, self.batch) + 1) if self.batch % count == 0]
+        plans = [replace(self, cluster=cluster, workers=count, measured=None) for count in counts]
+        return min(plans, key=lambda plan: plan.training_seconds)
+
+    def with_batch(self, batch: int) -> StudentPlan:
+        """Return the plan with another batch size."""
+        training = self.recipe.training.model_copy(update={"batch_size": batch})
+        return replace(self, recipe=self.recipe.model_copy(update={"training": training}))
 
     @property
     def batch(self) -> int:
@@ -286,13 +291,14 @@ class StudentPlan:
         detector = self.student.parameters if self.models else 0
         return self.student.parameters + sum(parameter.numel() for parameter in head.parameters()) + detector
 
-    def padded(self, rows: float) -> float:
-        """Return the expected padded length of a batch of `rows` sentences."""
-        return self.lengths.expected_longest(max(1, round(rows)), self.recipe.student.longest)
+    @cached_property
+    def padded(self) -> float:
+        """Expected length in tokens to which a worker's batch is padded."""
+        return self.lengths.expected_longest(max(1, self.batch // self.workers), self.recipe.student.longest)
 
-    def passes(self, rows: float, length: float | None = None) -> list[Pass]:
+    def passes(self, rows: float, length: float) -> list[Pass]:
         """Return the passes of one worker's step: student, discriminator, frozen models, and what GradCache repeats."""
-        length, precision = self.padded(rows) if length is None else length, self.recipe.training.precision
+        precision = self.recipe.training.precision
         student = Pass(self.student, (2 if self.has_dropout else 1) * rows, length, True, precision)
         found = [student, replace(student, texts=2 * rows)] if self.models else [student]
         if (chunk := self.recipe.training.grad_cache_chunk) is not None:
@@ -300,20 +306,22 @@ class StudentPlan:
             found += [replace(work, training=False, texts=share * work.texts) for work in found]
         return found + [Pass(model, 2 * rows, length, False, precision) for model in self.models]
 
-    def step_on(self, workers: int, batch: int, cluster: PlannedCluster) -> Terms:
-        """Return the seconds of one step, by resource, on a cluster."""
-        rows, training, width = batch / workers, self.recipe.training, self.student.dimension
+    @cached_property
+    def step(self) -> Terms:
+        """Seconds of one step, by resource."""
+        workers, batch, width, kind = self.workers, self.batch, self.student.dimension, self.cluster.machine.kind
+        rows = batch / workers
         views = 3 * (workers - 1) / workers * 2 * batch * width * 4.0
         # Besides the passes: cosines with the batch, and the frozen models' masked-LM heads.
-        heads = sum(4.0 * rows * self.padded(rows) * model.width * model.vocabulary for model in self.models)
-        extra = heads + 6.0 * rows * batch * width
-        step = step_terms(self.passes(rows), self.trained, cluster, workers, training, extra, views)
-        served, seconds = self._served(workers, batch, cluster.machine), step.seconds(cluster.machine.kind)
-        return replace(step, waiting=max(0.0, served - seconds))
+        heads = sum(4.0 * rows * self.padded * model.width * model.vocabulary for model in self.models)
+        passes, extra = self.passes(rows, self.padded), heads + 6.0 * rows * batch * width
+        step = step_terms(passes, self.trained, self.cluster, workers, self.recipe.training, extra, views)
+        return replace(step, waiting=max(0.0, self._served - step.seconds(kind)))
 
-    def _served(self, workers: int, batch: int, machine: Machine) -> float:
-        """Return the seconds in which the slowest teacher's servers answer all workers for one step."""
-        section, seconds = self.recipe.teachers, [0.0]
+    @property
+    def _served(self) -> float:
+        """Seconds in which the slowest teacher's servers answer all workers for one step."""
+        section, machine, batch, seconds = self.recipe.teachers, self.cluster.machine, self.batch, [0.0]
         if not self.recipe.objective.keys_that_need("lists", active=True):
             return 0.0
         for teacher in self.teachers:
@@ -322,35 +330,27 @@ class StudentPlan:
             if teacher.list_source == "rank":
                 references = min(teacher.kind.section.num_references, self.lengths.rows)
                 seconds.append(2.0 * batch * references * teacher.shape.dimension / machine.matmul["fp32"])
-                continue
-            texts, lengths = float(batch), self.lengths
-            if not teacher.kind.has_vectors:
-                texts, lengths = batch * batch / workers, lengths.pairs()
-            seconds.append(teacher.pass_over(texts, lengths).batched_seconds(machine))
-        return max(seconds) * workers / min(workers, section.num_servers)
-
-    @cached_property
-    def step(self) -> Terms:
-        """Seconds of one step, by resource."""
-        return self.step_on(self.workers, self.batch, self.cluster)
+            elif teacher.kind.has_vectors:
+                seconds.append(teacher.pass_over(batch, self.lengths).batched_seconds(machine))
+            else:
+                pairs = batch * batch / self.workers
+                seconds.append(teacher.pass_over(pairs, self.lengths.pairs()).batched_seconds(machine))
+        return max(seconds) * self.workers / min(self.workers, section.num_servers)
 
     @property
     def step_seconds(self) -> float:
         """Seconds of one step."""
         return self.step.seconds(self.cluster.machine.kind) if self.measured is None else self.measured.step
 
-    def memory_of(self, workers: int, batch: int) -> dict[str, float]:
-        """Return the memory of one worker, by what holds it."""
-        rows, kind = min(batch / workers, self.recipe.training.grad_cache_chunk or batch), self.cluster.machine.kind
-        passes = self.passes(rows, float(self.recipe.student.longest or self.padded(rows)))
-        activations = sum(work.saved_bytes(kind) for work in passes if work.training) + 40.0 * batch / workers * batch
-        frozen = self.student.frozen_parameters + sum(model.parameters for model in self.models)
-        return worker_memory(self.trained, self.recipe.training.zero_stage, workers, 4.0 * frozen, activations)
-
-    @cached_property
+    @property
     def memory(self) -> dict[str, float]:
-        """Memory of a worker."""
-        return self.memory_of(self.workers, self.batch)
+        """Memory of a worker, by what holds it."""
+        training, share = self.recipe.training, self.batch / self.workers
+        rows = min(share, training.grad_cache_chunk or share)
+        passes = self.passes(rows, float(self.recipe.student.longest or self.padded))
+        saved = sum(work.saved_bytes(self.cluster.machine.kind) for work in passes if work.training)
+        frozen = 4.0 * sum(model.parameters for model in self.models)
+        return worker_memory(self.trained, training.zero_stage, self.workers, frozen, saved + 40.0 * share * self.batch)
 
     @property
     def tables(self) -> dict[str, float]:
@@ -383,80 +383,62 @@ class StudentPlan:
         """Costs of the phases, in the order in which they run."""
         nodes = self.cluster.nodes if self.lengths.rows > PART_ROWS and self.recipe.training.workers else 1
         corpus = self.lengths.rows / _TOKENIZED / nodes
-        scorers = [number for number in range(len(self.teachers)) if self._scores_candidates(number)]
+        scorers = [
+            number for number, teacher in enumerate(self.teachers) if self.pairs and not teacher.kind.has_vectors
+        ]
         others = [number for number in range(len(self.teachers)) if number not in scorers]
-        devices = self.cluster.devices
+        pairs = self.lengths.pairs()
         return [
             PlannedPhase("corpus and tokens", corpus, "one thread a node", "once for a corpus"),
-            *(self.embedding(number, devices) for number in others),
-            *([self.search] if self.pairs else []),
-            *(self.embedding(number, devices) for number in scorers),
+            *(self._teacher_pass(number, self.lengths.rows, self.lengths) for number in others),
+            *([self._search] if self.pairs else []),
+            *(self._teacher_pass(number, round(self.pairs), pairs, "pairs") for number in scorers),
             PlannedPhase("student", self.steps * self.step_seconds, self.step.binding, f"{self.steps:,} steps"),
             self.dev_scores,
         ]
 
     @property
-    def search(self) -> PlannedPhase:
+    def _search(self) -> PlannedPhase:
         """Cost of the candidates' search, which compares each query with each document in fp32."""
         queries, documents = self._rows_of("query"), self._rows_of("document")
-        with_tables = [teacher for teacher in self.teachers if teacher.list_source != "live"]
-        width = sum(teacher.shape.dimension for teacher in with_tables if teacher.shape is not None)
         by = self.recipe.candidates.by if self.recipe.candidates is not None else "teachers"
+        width = sum(teacher.table_bytes(1) for teacher in self.teachers) / BYTES_PER_NUMBER
         products = 0.0 if by == "bm25" else queries * documents
         devices = self.cluster.devices if self.recipe.uses_ray else 1
         seconds = products * (2.0 * width + _SELECTED) / (self.cluster.machine.rate("fp32") * devices)
         note = f"{queries:,.0f} queries, {documents:,.0f} documents{'' if by == 'teachers' else '; BM25 not estimated'}"
         return PlannedPhase("candidates", seconds, "matrix products", note)
 
-    def _scores_candidates(self, number: int) -> bool:
-        return self.pairs > 0 and not self.teachers[number].kind.has_vectors
-
-    def _scoring(self, name: str, teacher: PlannedTeacher, devices: int) -> PlannedPhase:
-        """Return the cost of a pass of a teacher that reads pairs over the candidates."""
-        note = f"{self.pairs:,.0f} pairs, once for a corpus"
-        if teacher.shape is None:
-            return PlannedPhase(name, 0.0, "the teacher", f"{note}; time not estimated")
-        work = teacher.pass_over(self.pairs, self.lengths.pairs())
-        seconds = work.batched_seconds(self.cluster.machine, self.recipe.teachers.tokens_per_batch)
-        seconds = (seconds + 2 * self.pairs / _TOKENIZED) / (devices if self.recipe.uses_ray else 1)
-        return PlannedPhase(name, seconds, "matrix products", note)
-
-    def embedding(self, number: int, devices: int) -> PlannedPhase:
-        """Return the cost of a teacher's pass over the rows, or the candidates, whose shards the actors share."""
-        name, teacher = f"teacher {number}", self.teachers[number]
-        section, rows = self.recipe.teachers, self.lengths.rows
-        if self._scores_candidates(number):
-            return self._scoring(name, teacher, devices)
-        if teacher.list_source == "live":
+    def _teacher_pass(self, number: int, rows: int, lengths: Lengths, unit: str = "sentences") -> PlannedPhase:
+        """Return the cost of a teacher's pass over rows or candidates, whose shards the actors share."""
+        name, teacher, section = f"teacher {number}", self.teachers[number], self.recipe.teachers
+        if teacher.list_source == "live" and unit != "pairs":
             return PlannedPhase(name, 0.0, note="no table, runs during training")
         if teacher.shape is None:
-            return PlannedPhase(name, 0.0, "the teacher", f"{rows:,} sentences; time not estimated")
+            return PlannedPhase(name, 0.0, "the teacher", f"{rows:,} {unit}; time not estimated")
         shard = min(rows_per_shard(section.shard_rows, rows), rows)
         shards = math.ceil(rows / shard)
-        actors = 1 if not self.recipe.uses_ray else max(1, min(shards, section.embedding_workers or devices))
-        seconds = teacher.pass_over(shard, self.lengths).batched_seconds(self.cluster.machine, section.tokens_per_batch)
+        actors = max(1, min(shards, section.embedding_workers or self.cluster.devices)) if self.recipe.uses_ray else 1
+        seconds = teacher.pass_over(shard, lengths).batched_seconds(self.cluster.machine)
         seconds = math.ceil(shards / actors) * (seconds + shard / _TOKENIZED)
         if self.measured is not None and number in self.measured.row:
             seconds = self.measured.row[number] * rows
-        note = f"{actors:,} embedding actor{'s' if actors > 1 else ''}, once for a corpus"
+        note = f"{rows:,} {unit}, {actors:,} actor{'s' if actors > 1 else ''}, once for a corpus"
         return PlannedPhase(name, seconds, "matrix products", note)
 
     @cached_property
     def dev_scores(self) -> PlannedPhase:
         """Cost of the dev scores at the start, every eval_steps steps and after the last step, with their checkpoints."""
         section, machine = self.recipe.evaluation, self.cluster.machine
-        known = DEV_SENTENCES.get(self.recipe.dev_score)
-        others = min(OTHER_DOCUMENTS, self.lengths.rows) if self.recipe.has_queries else 0
-        texts = section.num_heldout + others if known is None else known
-        length = self.lengths.mean(self.recipe.student.longest) if known is None else _DEV_TOKENS
-        work = Pass(self.student, texts, length, precision=section.precision)
         number = math.ceil(self.steps / section.eval_steps) + 1
-        checkpoints = 1 if machine.kind == "gpu" else number
         if self.measured is not None:
-            seconds = number * self.measured.dev_score
-        else:
-            score = (work.batched_seconds(machine) if texts else 0.0) + texts / _TOKENIZED
-            seconds = number * score + checkpoints * 12.0 * self.trained / _DISK
+            return PlannedPhase("dev scores", number * self.measured.dev_score, note=f"{number:,}, with checkpoints")
+        others = min(OTHER_DOCUMENTS, self.lengths.rows) if self.recipe.has_queries else 0
+        texts = DEV_SENTENCES.get(self.recipe.dev_score, section.num_heldout + others)
+        work = Pass(self.student, texts, self.lengths.mean(self.recipe.student.longest), precision=section.precision)
+        score = (work.batched_seconds(machine) if texts else 0.0) + texts / _TOKENIZED
+        checkpoints = 1 if machine.kind == "gpu" else number
+        seconds = number * score + checkpoints * 12.0 * self.trained / _DISK
         return PlannedPhase("dev scores", seconds, note=f"{number:,}, with checkpoints")
 
     @property
@@ -469,7 +451,7 @@ class StudentPlan:
         """Seconds of the steps and their dev scores: what one more student costs whose text is embedded already."""
         return self.steps * self.step_seconds + self.dev_scores.seconds
 
-
-def largest_divisor(batch: int, most: int) -> int:
-    """Return the most workers, up to `most`, among which a batch can be divided."""
-    return next(count for count in range(min(most, batch), 0, -1) if batch % count == 0)
+    @property
+    def lost_node_seconds(self) -> float:
+        """Expected seconds that the loss of a node costs: half the steps between two checkpoints, and a restart."""
+        return min(self.recipe.evaluation.eval_steps, self.steps) * self.step_seconds / 2 + RESTART

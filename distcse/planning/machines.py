@@ -11,7 +11,6 @@ from functools import cache
 from distcse.devices import host
 from distcse.errors import ArgumentError
 
-GIB = 2**30
 NETWORK = 100e9 / 8
 """Bytes per second in and out of a node: 100 Gbit."""
 _MATMUL_SHARE, _BANDWIDTH_SHARE, _LINK_SHARE = 0.6, 0.5, 0.8
@@ -33,8 +32,14 @@ class Machine:
     """Bytes on the device."""
     link: float
     """Bytes per second to another device of its node, one way."""
-    source: str
-    """Where the rates come from."""
+
+    @property
+    def source(self) -> str:
+        """Where the rates come from, for the plan's assumptions."""
+        sheet = (
+            f"the data sheet, {_MATMUL_SHARE:g} of its FLOP/s and {_BANDWIDTH_SHARE:g} of its GB/s, as an H100 reached"
+        )
+        return sheet if self.kind == "gpu" else "matrix products timed here for some milliseconds"
 
     def rate(self, precision: str) -> float:
         """Return the FLOP/s in a precision; fp16 counts as bf16, and a precision without hardware units as fp32."""
@@ -44,9 +49,7 @@ class Machine:
 def _gpu(name: str, fp32: float, bf16: float, bandwidth: float, memory: int, link: float) -> Machine:
     """Return a GPU's assumed rates from its data sheet: dense TFLOP/s, memory GB/s, GiB, link GB/s one way."""
     matmul = {key: value * 1e12 * _MATMUL_SHARE for key, value in (("fp32", fp32), ("bf16", bf16)) if value}
-    source = f"the data sheet, {_MATMUL_SHARE:g} of its FLOP/s and {_BANDWIDTH_SHARE:g} of its GB/s, as an H100 reached"
-    rates = 1e9 * _BANDWIDTH_SHARE * bandwidth, 1e9 * _LINK_SHARE * link
-    return Machine(name, "gpu", matmul, rates[0], memory * GIB, rates[1], source)
+    return Machine(name, "gpu", matmul, 1e9 * _BANDWIDTH_SHARE * bandwidth, memory * 2.0**30, 1e9 * _LINK_SHARE * link)
 
 
 GPUS = {
@@ -68,24 +71,26 @@ GPUS = {
 
 
 @cache
-def _cpu_rate() -> float:
-    """Return the FLOP/s of fp32 matrix products on one thread, timed for some milliseconds."""
-    # Not above: `parse_cluster` answers before PyTorch is imported.
-    from distcse.devices.device import LARGE, product, thread_seconds
-
-    return 2.0 * math.prod(LARGE) / thread_seconds([product(LARGE)])[0]
-
-
 def this_machine(threads: int) -> Machine:
-    """Return this machine's device for a worker of `threads` threads: its GPU, or its CPU with a timed rate."""
-    from distcse.devices.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, local_speed
+    """Return this machine's device for a worker of `threads` threads: its GPU, or its CPU with a rate timed on one thread."""
+    # Not above: `parse_cluster` answers before PyTorch is imported.
+    from distcse.devices.device import (
+        LARGE,
+        cpu_name,
+        cpu_speed,
+        default_device,
+        gpu_module,
+        has_gpu,
+        local_speed,
+        product,
+        thread_seconds,
+    )
 
     if not has_gpu():
-        rate = _cpu_rate() * threads
+        rate = threads * 2.0 * math.prod(LARGE) / thread_seconds([product(LARGE)])[0]
         matmul = {"fp32": rate, "bf16": rate * cpu_speed().speedups["bf16"]}
         name = f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
-        source = "matrix products timed here for some milliseconds"
-        return Machine(name, "cpu", matmul, 3.5e10 * min(threads, 2), host.memory(), 2e9, source)
+        return Machine(name, "cpu", matmul, 3.5e10 * min(threads, 2), host.memory(), 2e9)
     name, (_, total) = local_speed().name, gpu_module(default_device()).mem_get_info()
     words = re.split(r"[\s-]+", name)
     known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]

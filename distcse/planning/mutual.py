@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from distcse.checks import gib
 from distcse.errors import CorpusTooSmallError, DistcseError
@@ -23,85 +23,69 @@ _FILLED = 1.1
 _ASSUMED_PAIRS = 10_000
 
 
-class Part(NamedTuple):
-    """Cost of one group in a phase that trains one of its formulations and scores all pairs with it."""
-
-    group: str
-    path: str
-    """Recipe path of its training settings."""
-    kind: Kind
-    workers: int
-    steps: int
-    training: float
-    """Seconds."""
-    scoring: float
-    """Seconds."""
-    memory: float
-    """Bytes of a worker that trains, with the scorer process next to it."""
-    binding: str
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """The pairs of texts that the groups of a recipe read."""
-
-    number: int
-    lengths: Lengths
-
-    @classmethod
-    def of(cls, recipe: MutualRecipe, rows: int | None) -> _Pairs:
-        """Take `rows` pairs, or those that the recipe mines or has in files, or 10,000. Raises `CorpusTooSmallError`."""
-        if recipe.pairs.mine is not None:
-            return cls(rows or recipe.pairs.mine.pairs, read_lengths(recipe.pairs.mine.corpus, recipe.groups[0], None))
-        counted = rows
-        try:
-            with temporary_pairs(recipe) as pairs:
-                counted = rows or len(pairs)
-        except CorpusTooSmallError:
-            raise
-        except DistcseError:  # the files are elsewhere
-            pass
-        number = counted or recipe.pairs.limit or _ASSUMED_PAIRS
-        why = "pairs in files are not tokenized for a plan"
-        why += "" if counted else f"; {number:,} pairs assumed: give --corpus-rows"
-        return cls(number, assumed_lengths(2 * number, why))
-
-    def part(self, recipe: MutualRecipe, group: GroupSection, kind: Kind, cluster: PlannedCluster) -> Part:
-        """Return the cost of a group in a phase."""
-        section, machine = recipe.loop_of(group, kind), cluster.machine
-        encoder, texts, rows, lengths, longest = group, 2.0, self.number, self.lengths, group.longest
-        if kind == "cross":  # it starts from another model, and reads a pair as one text, at its first token
-            settings = recipe.cross_of(group)
-            encoder = group.model_copy(update={"backbone": recipe.cross_start(group), "pooling": "cls"})
-            texts, lengths, longest = 1.0, lengths.pairs(), settings.max_length
-            rows *= 2 if settings.both_orders else 1
-        shape, length = read_shape(encoder), lengths.mean(longest or 512)
-        batch = texts * section.batch_size / group.workers
-        work = Pass(shape, batch, _FILLED * length, True, section.precision)
-        step = step_terms([work], shape.parameters, cluster, group.workers, section)
-        steps = total_steps(section, max(1, rows // section.batch_size))
-        scored = Pass(shape, texts * self.number, length, precision=recipe.mutual.precision).batched_seconds(machine)
-        scorer = 4.0 * shape.parameters + (PROCESS if machine.kind == "cpu" else 0.0)
-        saved = work.saved_bytes(machine.kind)
-        memory = sum(worker_memory(shape.parameters, section.zero_stage, group.workers, scorer, saved).values())
-        return Part(
-            group=group.name,
-            path=recipe.loop_path(group, kind),
-            kind=kind,
-            workers=group.workers,
-            steps=steps,
-            training=steps * step.seconds(machine.kind),
-            scoring=scored / group.workers,
-            memory=memory,
-            binding=step.binding,
-        )
+def _read_pairs(recipe: MutualRecipe, rows: int | None) -> tuple[int, Lengths]:
+    """Return the number of pairs and their texts' lengths: `rows`, those that the recipe mines or has in files, or 10,000."""
+    if recipe.pairs.mine is not None:
+        return rows or recipe.pairs.mine.pairs, read_lengths(recipe.pairs.mine.corpus, recipe.groups[0], None)
+    counted = rows
+    try:
+        with temporary_pairs(recipe) as pairs:
+            counted = rows or len(pairs)
+    except CorpusTooSmallError:
+        raise
+    except DistcseError:  # the files are elsewhere
+        pass
+    number = counted or recipe.pairs.limit or _ASSUMED_PAIRS
+    assumed = "" if counted else f"; {number:,} pairs assumed: give --corpus-rows"
+    return number, assumed_lengths(2 * number, f"pairs in files are not tokenized for a plan{assumed}")
 
 
-def plan_groups(recipe: MutualRecipe, cluster: PlannedCluster, rows: int | None) -> Estimate:
-    """Estimate the cost of all groups over all cycles on a cluster; `rows` are the pairs, None for those of the recipe."""
-    pairs = _Pairs.of(recipe, rows)
-    recipe = fit_to_pairs(with_max_workers(recipe, Reporter()), pairs.number)
-    parts = {kind: [pairs.part(recipe, group, kind, cluster) for group in recipe.groups] for kind in KINDS}
+def _plan_part(
+    recipe: MutualRecipe, group: GroupSection, kind: Kind, pairs: int, lengths: Lengths, cluster: PlannedCluster
+) -> dict[str, Any]:
+    """Return the cost of a group in a phase, which trains one of its formulations and scores all pairs with it.
+
+    Seconds of `training` and `scoring`; bytes of `memory` of a worker that trains, with the scorer process next to it.
+    """
+    section, machine = recipe.loop_of(group, kind), cluster.machine
+    encoder, texts, rows, longest = group, 2.0, pairs, group.longest
+    if kind == "cross":  # it starts from another model, and reads a pair as one text, at its first token
+        settings = recipe.cross_of(group)
+        encoder = group.model_copy(update={"backbone": recipe.cross_start(group), "pooling": "cls"})
+        texts, lengths, longest = 1.0, lengths.pairs(), settings.max_length
+        rows *= 2 if settings.both_orders else 1
+    shape, length = read_shape(encoder), lengths.mean(longest or 512)
+    work = Pass(shape, texts * section.batch_size / group.workers, _FILLED * length, True, section.precision)
+    step = step_terms([work], shape.parameters, cluster, group.workers, section)
+    steps = total_steps(section, max(1, rows // section.batch_size))
+    scored = Pass(shape, texts * pairs, length, precision=recipe.mutual.precision).batched_seconds(machine)
+    scorer = 4.0 * shape.parameters + (PROCESS if machine.kind == "cpu" else 0.0)
+    memory = worker_memory(shape.parameters, section.zero_stage, group.workers, scorer, work.saved_bytes(machine.kind))
+    return {
+        "group": group.name,
+        "path": recipe.loop_path(group, kind),
+        "kind": kind,
+        "workers": group.workers,
+        "steps": steps,
+        "training": steps * step.seconds(machine.kind),
+        "scoring": scored / group.workers,
+        "memory": sum(memory.values()),
+        "binding": step.binding,
+    }
+
+
+def plan_groups(
+    recipe: MutualRecipe, cluster: PlannedCluster, rows: int | None, missing: Sequence[str] = ()
+) -> Estimate:
+    """Estimate the cost of all groups over all cycles on a cluster, which lacks what is `missing` for their processes.
+
+    `rows` are the pairs, None for those of the recipe.
+    """
+    pairs, lengths = _read_pairs(recipe, rows)
+    recipe = fit_to_pairs(with_max_workers(recipe, Reporter()), pairs)
+    parts = {
+        kind: [_plan_part(recipe, group, kind, pairs, lengths, cluster) for group in recipe.groups] for kind in KINDS
+    }
     shared = recipe.mutual.shared_workers if recipe.ray else None
     shared = cluster.devices if shared == "auto" else shared
     devices, how = 1, "one after the other"
@@ -111,62 +95,53 @@ def plan_groups(recipe: MutualRecipe, cluster: PlannedCluster, rows: int | None)
 
     def cost(kind: Kind, trains: bool = True) -> tuple[float, float]:
         """Return the seconds of a phase, and those that its devices work: it ends with its slowest group."""
-        each = [part.scoring + (part.training if trains else 0.0) for part in parts[kind]]
+        each = [part["scoring"] + (part["training"] if trains else 0.0) for part in parts[kind]]
         if not recipe.ray:
             return sum(each), sum(each)
-        work = sum(seconds * part.workers for seconds, part in zip(each, parts[kind], strict=True)) / devices
+        work = sum(seconds * part["workers"] for seconds, part in zip(each, parts[kind], strict=True)) / devices
         return max(work, *each), work
 
     # The start scores with the bi-encoders; each cycle then trains and scores both.
     phases = [cost("bi", trains=False), *recipe.mutual.cycles * [cost("cross"), cost("bi")]]
     seconds = sum(spent for spent, _ in phases)
     idle = max(0.0, 1 - sum(work for _, work in phases) / seconds)
-    all_parts = [part for kind in KINDS for part in parts[kind]]
-    problems = _find_problems(recipe, cluster, all_parts, shared)
+    all_parts = [*parts["cross"], *parts["bi"]]
+    problems = [
+        *missing,
+        *(
+            f"group {part['group']} needs {gib(part['memory'])} for its {part['kind']}-encoder, more than "
+            f"{cluster.machine.name} has; lower {part['path']}.batch_size, or raise workers of the group"
+            for part in all_parts
+            if part["memory"] > FITS * cluster.machine.memory
+        ),
+    ]
     lines = [
         f"{recipe.name} on {cluster.spec} ({cluster.machine.name})",
         f"in short   {f'IMPOSSIBLE: {problems[0]}' if problems else span(seconds)}",
         "",
-        f"{pairs.number:,} pairs, {recipe.mutual.cycles} cycles, {len(recipe.groups)} groups {how}; in a cycle:",
+        f"{pairs:,} pairs, {recipe.mutual.cycles} cycles, {len(recipe.groups)} groups {how}; in a cycle:",
         f"{'group':<12}{'phase':<8}{'steps':>8}{'training':>12}{'scoring':>12}{'memory':>11}   binds",
         *(
-            f"{part.group:<12}{part.kind:<8}{part.steps:>8,}{span(part.training):>12}{span(part.scoring):>12}"
-            f"{size_text(part.memory):>11}   {part.binding}"
-            for part in (*parts["cross"], *parts["bi"])
+            f"{part['group']:<12}{part['kind']:<8}{part['steps']:>8,}{span(part['training']):>12}"
+            f"{span(part['scoring']):>12}{size_text(part['memory']):>11}   {part['binding']}"
+            for part in all_parts
         ),
         "",
         *([f"idle       {idle:.0%} of the devices' time: a phase ends with its slowest group"] if recipe.ray else []),
         f"assumes    {ESTIMATE}",
         f"assumes    {cluster.machine.name}: rates of {cluster.machine.source}",
-        f"assumes    {pairs.lengths.source}",
+        f"assumes    {lengths.source}",
         f"assumes    {NOT_COUNTED}; mining and dev scores",
         *(f"IMPOSSIBLE {problem}" for problem in problems),
     ]
     described = {
         "recipe": recipe.name,
         "cluster": cluster.spec,
-        "pairs": pairs.number,
+        "pairs": pairs,
         "shared_workers": shared,
         "seconds": seconds,
         "idle": idle,
-        "phases": [part._asdict() for part in all_parts],
+        "phases": all_parts,
         "problems": problems,
     }
     return Estimate(lines, described, problems)
-
-
-def _find_problems(recipe: MutualRecipe, cluster: PlannedCluster, parts: list[Part], shared: int | None) -> list[str]:
-    """Return why a plan cannot run, each with settings that fix it."""
-    found = [
-        f"group {part.group} needs {gib(part.memory)} for its {part.kind}-encoder, more than {cluster.machine.name} has; "
-        f"lower {part.path}.batch_size, or raise workers of the group"
-        for part in parts
-        if part.memory > FITS * cluster.machine.memory
-    ]
-    gpus = sum(g.workers * (1.0 if g.gpus_per_worker is None else g.gpus_per_worker) for g in recipe.groups)
-    if cluster.machine.kind == "gpu" and recipe.ray and shared is None and gpus > cluster.devices:
-        found.append(
-            f"the groups' workers need {gpus:g} GPUs, and {cluster.spec} has {cluster.devices}; write "
-            "mutual.shared_workers: auto, with which groups take turns, or set groups.N.gpus_per_worker"
-        )
-    return found

@@ -6,14 +6,14 @@ import heapq
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distcse.devices import host
 from distcse.devices.device import DeviceSpeed, local_speed
-from distcse.errors import ArgumentError
+from distcse.devices.resources import Node
+from distcse.errors import ArgumentError, ClusterTooSmallError
 from distcse.events import DevScore, Event, Listener, StageProgress, StepReport
 from distcse.planning.costs import Measured, StudentPlan
 from distcse.planning.machines import GPUS, Form, PlannedCluster, this_machine
@@ -27,6 +27,8 @@ from distcse.runs.experiment import experiment_of
 _WARM_UP, _STEPS = 10, 20
 _ROWS = 512
 """Least rows of the sample."""
+_CPUS = 1000.0
+"""CPUs of a planned node with GPUs: more than a run asks for."""
 
 
 def plan(
@@ -35,6 +37,7 @@ def plan(
     rows: int | None = None,
     device_counts: Sequence[int] = (),
     measured: Measured | None = None,
+    price: float | None = None,
 ) -> Estimate:
     """Plan a recipe.
 
@@ -42,27 +45,50 @@ def plan(
         recipe: The recipe.
         cluster: Where it would run.
         rows: Sentences or pairs; None for those of the recipe's text.
-        device_counts: Numbers of devices for a table of how a student's run scales.
+        device_counts: Numbers of devices to compare for a student's run. Default: the powers of two up to the cluster's.
         measured: Figures of a short run of a student.
+        price: Price of a device for an hour, for a student's run.
 
     Raises:
         ArgumentError: There is no plan for its kind of run, or none for several numbers of devices.
     """
     if type(recipe) is Recipe:
-        lengths = read_lengths(recipe.corpus, recipe.student, rows)
-        return estimate_student(StudentPlan.of(recipe, lengths, cluster, measured), device_counts)
-    if device_counts:
-        raise ArgumentError("--gpus is for a student's recipe; leave it out, or plan one student by itself")
+        plan = StudentPlan.of(recipe, read_lengths(recipe.corpus, recipe.student, rows), cluster, measured)
+        return estimate_student(plan, device_counts, price, missing_resources(recipe, cluster))
+    for option, given in (("--gpus", device_counts), ("--price", price is not None)):
+        if given:
+            raise ArgumentError(f"{option} is for a student's recipe; leave it out, or plan one student by itself")
     if isinstance(recipe, FamilyRecipe):
         return _plan_family(recipe, cluster, rows)
     if not isinstance(recipe, MutualRecipe):
         name = experiment_of(recipe).name
         raise ArgumentError(f"there is no planner for {name}; run it on a small part of its data, and measure")
-    return plan_groups(recipe, cluster, rows)
+    return plan_groups(recipe, cluster, rows, missing_resources(recipe, cluster))
+
+
+class _AnyNode(Node):
+    """A planned node, which has the labels that a recipe asks for."""
+
+    def has(self, labels: Mapping[str, str] | None) -> bool:
+        return True
+
+
+def missing_resources(recipe: BaseRecipe, cluster: PlannedCluster) -> list[str]:
+    """Return what a cluster lacks for a recipe's workers, as its run would say."""
+    if isinstance(recipe, Recipe):  # without the teachers, whose models need not be here
+        recipe = recipe.model_copy(update={"teachers": recipe.teachers.model_copy(update={"encoders": []})})
+    gpus = {"GPU": float(cluster.per_node)} if cluster.machine.kind == "gpu" else {}
+    each = {"CPU": _CPUS if gpus else float(host.cpus()), **gpus}
+    try:
+        if cluster.spec != "local" and recipe.uses_ray:
+            experiment_of(recipe).check_resources([_AnyNode(str(number), each, {}) for number in range(cluster.nodes)])
+    except ClusterTooSmallError as error:
+        return [str(error)]
+    return []
 
 
 def _plan_family(recipe: FamilyRecipe, cluster: PlannedCluster, rows: int | None) -> Estimate:
-    """Plan the training of a family's students, one after the other or side by side on GPUs.
+    """Plan a family's largest student, and the training of the others, one after the other or side by side on GPUs.
 
     Which layers a student has does not change its cost.
     """
@@ -70,36 +96,25 @@ def _plan_family(recipe: FamilyRecipe, cluster: PlannedCluster, rows: int | None
     for member in recipe.largest_first:
         student = recipe.student_recipe(member.model_copy(update={"layers": list(range(member.depth))}))
         plans[member.label] = StudentPlan.of(student, lengths, cluster)
+    largest = next(iter(plans.values()))
+    estimate = estimate_student(largest, [1], problems=missing_resources(largest.recipe, cluster))
+    training = {name: plan.training_seconds for name, plan in plans.items()}
     # What several students on one GPU cost each other is not known.
-    is_live = any(teacher.list_source == "live" for plan in plans.values() for teacher in plan.teachers)
+    is_live = any(teacher.list_source == "live" for teacher in largest.teachers)
     has_gpus = cluster.machine.kind == "gpu" and recipe.gpu_mode != "none" and not is_live
-    at_once = 1
-    if has_gpus and recipe.is_for_one_process and recipe.gpus_of_a_student == 1:
-        at_once = min(len(plans), cluster.devices)
-    if at_once > 1:
-        plans = {name: replace(plan, workers=1, others=at_once - 1) for name, plan in plans.items()}
-    first, ends = next(iter(plans.values())), [0.0] * at_once
-    for plan in plans.values():  # each begins where one has ended first
-        heapq.heapreplace(ends, ends[0] + plan.training_seconds)
-    seconds = first.seconds - first.training_seconds + max(ends)
-    how = "one after the other" if at_once == 1 else f"side by side on {at_once} GPUs"
-    static = [member.label for member in recipe.static_members]
-    estimates = {name: estimate_student(plan) for name, plan in plans.items()}
+    is_side_by_side = has_gpus and recipe.is_for_one_process and recipe.gpus_of_a_student == 1
+    ends = [0.0] * (min(len(plans), cluster.devices) if is_side_by_side else 1)
+    for seconds in training.values():  # each begins where one has ended first
+        heapq.heapreplace(ends, ends[0] + seconds)
+    total = largest.seconds - largest.training_seconds + max(ends)
+    how = f"side by side on {len(ends)} GPUs" if len(ends) > 1 else "one after the other"
     lines = [
-        f"family     {len(plans)} students {how}, {span(seconds)} in all; the text is read and embedded once",
-        f"{'student':<20}{'training':>12}{'step':>12}",
-        *(f"{name:<20}{span(plan.training_seconds):>12}{span(plan.step_seconds):>12}" for name, plan in plans.items()),
-        *(
-            f"{name:<20}{'not counted':>12}   one vector per token; trained last, on the same targets"
-            for name in static
-        ),
-        "",
-        *next(iter(estimates.values())).lines,
+        f"family     {len(plans)} students {how}, {span(total)} in all; the text is read and embedded once",
+        *(f"           {name}: trains for {span(seconds)}" for name, seconds in training.items()),
+        *(f"           {member.label}: not counted" for member in recipe.static_members),
     ]
-    problems = [f"{name}: {problem}" for name, estimate in estimates.items() for problem in estimate.problems]
-    described = {name: estimate.described for name, estimate in estimates.items()}
-    found = {"students": described, "static": static, "side_by_side": at_once, "seconds": seconds}
-    return Estimate(lines, found, problems)
+    described = {**estimate.described, "students": training, "side_by_side": len(ends), "seconds": total}
+    return estimate._replace(lines=[*lines, "", *estimate.lines], described=described)
 
 
 def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> PlannedCluster:

@@ -61,9 +61,7 @@ class Shape:
     """d: dimension of a sentence vector."""
     vocabulary: int
     parameters: int
-    """Number of trained parameters."""
-    frozen_parameters: int
-    """Parameters in memory that are not trained: a pooler, which no pooling uses."""
+    """Number of trained parameters: without a pooler, which no pooling uses."""
     matrices: int
     """P: parameters of the linear maps through which every token goes; those that layers share count once for each layer."""
     has_dropout: bool
@@ -107,7 +105,6 @@ def read_shape(section: EncoderSection) -> Shape:
         dimension=encoder.dimension,
         vocabulary=embedding_shape(backbone)[0],
         parameters=sum(weight.numel() for weight in encoder.parameters()) - frozen,
-        frozen_parameters=frozen,
         matrices=_count_matrices(backbone),
         has_dropout=has_dropout(backbone.config),
     )
@@ -145,7 +142,7 @@ def _build(section: EncoderSection, config: Any, layout: Layout) -> Encoder:
     return encoder
 
 
-ASSUMED_ROWS = 1_000_000
+_ASSUMED_ROWS = 1_000_000
 _SAMPLE = 2000
 _SAMPLED_FROM = 20_000
 _READ_AT_MOST = 5_000_000
@@ -188,21 +185,24 @@ class Lengths:
 
     def pairs(self) -> Lengths:
         """Return the lengths of two sentences as one text, as a cross-encoder reads them."""
-        other = np.random.default_rng(0).permutation(self.tokens)
-        return Lengths(np.sort(self.tokens + other - 1), self.rows, self.source, 2 * self.bytes_per_row)
+        return replace(self, tokens=2 * self.tokens - 1, bytes_per_row=2 * self.bytes_per_row)
 
 
 def read_lengths(corpus: CorpusSection, encoder: EncoderSection, rows: int | None) -> Lengths:
     """Measure the lengths of a corpus's sentences with an encoder's tokenizer, or assume them if it cannot be read."""
     texts, counts, why = _sample(corpus)
-    row_count = rows if rows is not None else sum(counts) if texts else corpus.limit_of_all
+    by_role = Counter[str]()
+    for section, count in zip(corpus.all_sources, counts, strict=True):
+        by_role[section.role] += count
+    shares = {role: count / max(1, by_role.total()) for role, count in by_role.items()}
     if not texts:
-        why += "" if row_count is not None else f"; {ASSUMED_ROWS:,} sentences assumed: give --corpus-rows"
-        return replace(assumed_lengths(row_count or ASSUMED_ROWS, why), shares=_shares(corpus, counts))
+        known = rows or corpus.limit_of_all
+        why += "" if known else f"; {_ASSUMED_ROWS:,} sentences assumed: give --corpus-rows"
+        return replace(assumed_lengths(known or _ASSUMED_ROWS, why), shares=shares)
     size = float(np.mean([len(text.encode()) for text in texts]))
     tokens, by = _tokens(texts, encoder)
     source = f"lengths of {len(texts):,} sentences of the corpus {by}{f', {why}' if why else ''}"
-    return Lengths(np.sort(tokens), row_count or len(texts), source, size, _shares(corpus, counts))
+    return Lengths(np.sort(tokens), rows or sum(counts), source, size, shares)
 
 
 def assumed_lengths(rows: int, why: str) -> Lengths:
@@ -213,14 +213,6 @@ def assumed_lengths(rows: int, why: str) -> Lengths:
     tokens = np.maximum(3, np.rint(_MEDIAN * np.exp(_SPREAD * quantiles))).astype(np.int64)
     source = f"lengths assumed: those of Wikipedia's sentences (median {_MEDIAN:g} tokens), as {why}"
     return Lengths(tokens, rows, source, _MEDIAN * np.exp(_SPREAD**2 / 2) * _BYTES_PER_TOKEN)
-
-
-def _shares(corpus: CorpusSection, counts: list[int]) -> dict[str, float]:
-    """Return the share of the rows that have each role; of sources that are not counted, by their limits."""
-    shares = Counter[str]()
-    for source, count in zip(corpus.all_sources, counts, strict=True):
-        shares[source.role] += count
-    return {role: count / max(1, shares.total()) for role, count in shares.items()}
 
 
 def _sample(corpus: CorpusSection) -> tuple[list[str], list[int], str]:
@@ -256,9 +248,9 @@ def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64
     """Return (n,) lengths and the method: the encoder's tokenizer, or bytes if it is not local."""
     folder = find_local_model(encoder.backbone, encoder.trust_remote_code, [CONFIG_FILE])
     opened = None if folder is None else ModelFolder.read(folder, encoder.trust_remote_code)
-    if opened is not None and has_tokenizer(opened.backbone):
-        tokenizer, prompt = opened.load_tokenizer(), encoder.prompt or opened.layout.prompt
-        prompted = apply_prompt(tokenizer, texts, prompt, encoder.longest or 512)
-        return SampledTokens.of(tokenizer, prompted).lengths, "by the student's tokenizer"
-    by_bytes = [2 + len(text.encode()) / _BYTES_PER_TOKEN for text in texts]
-    return np.array(by_bytes).round().astype(np.int64), f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"
+    if opened is None or not has_tokenizer(opened.backbone):
+        by_bytes = np.array([2 + len(text.encode()) / _BYTES_PER_TOKEN for text in texts])
+        return by_bytes.round().astype(np.int64), f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"
+    tokenizer, prompt = opened.load_tokenizer(), encoder.prompt or opened.layout.prompt
+    prompted = apply_prompt(tokenizer, texts, prompt, encoder.longest or 512)
+    return SampledTokens.of(tokenizer, prompted).lengths, "by the student's tokenizer"

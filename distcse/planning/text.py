@@ -1,14 +1,12 @@
-"""A student's plan in words: its lines on the terminal, why it cannot run, and settings that would cost less."""
+"""A student's plan in words: its lines on the terminal, how many devices are worth it, and why it cannot run."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from distcse.checks import gib
-from distcse.planning.costs import FITS, PlannedTeacher, StudentPlan, largest_divisor
+from distcse.planning.costs import FITS, RESTART, PlannedTeacher, StudentPlan
 from distcse.planning.sizes import Shape
 from distcse.preflight.warnings import SettingsWarning
 
@@ -28,24 +26,32 @@ class Estimate(NamedTuple):
 ESTIMATE = (
     "estimates of a few formulas, within a factor of two of recorded runs; for better ones on this machine: --measure"
 )
+_WORTH = 1.1
+"""Times of the shortest time that fewer devices may take."""
 NOT_COUNTED = "not counted: start of Ray and imports, downloads, the final evaluation, other load on the machines"
 
 
-def estimate_student(plan: StudentPlan, counts: Sequence[int] = ()) -> Estimate:
-    """Return a student's plan, also on numbers of devices; its first lines are the shortest answer."""
+def estimate_student(
+    plan: StudentPlan, counts: Sequence[int] = (), price: float | None = None, problems: Sequence[str] = ()
+) -> Estimate:
+    """Return a student's plan, whose first lines are the shortest answer; `problems` are why the cluster has no room for it.
+
+    `counts` and `price` are those of `worth_of`.
+    """
     machine, training, step, needed = plan.cluster.machine, plan.recipe.training, plan.step, sum(plan.memory.values())
-    problems, advice, (scaled, scaled_lines) = student_problems(plan), student_advice(plan), scaling(plan, counts)
-    held = f"{size_text(needed)} of {size_text(machine.memory)} per worker"
+    problems, worth, held = (*problems, *memory_problems(plan)), worth_of(plan, counts, price), size_text(needed)
+    held += f" of {size_text(machine.memory)} per worker"
     short = f"{span(plan.seconds)}, {held}, {size_text(plan.disk_bytes)} of cache; bound by {step.binding}"
     stored = {**plan.tables, **({"candidates": plan.candidate_bytes} if plan.pairs else {})}
     lines = [
         f"{plan.recipe.name} on {plan.cluster.spec} ({machine.name})",
         f"in short   {f'IMPOSSIBLE: {problems[0]}' if problems else short}",
+        *_worth_lines(plan, worth),
         "",
         f"student    {_describe_shape(plan.student)}; {plan.trained / 1e6:.1f} M are trained",
         *(f"teacher {number}  {_describe_teacher(teacher)}" for number, teacher in enumerate(plan.teachers)),
         f"text       {plan.lengths.rows:,} sentences; {plan.lengths.mean(plan.recipe.student.longest):.1f} tokens on "
-        f"average, padded to {plan.padded(plan.batch / plan.workers):.1f}",
+        f"average, padded to {plan.padded:.1f}",
         f"steps      {plan.steps:,} of {plan.batch} sentences on {plan.workers:,} worker{'s' if plan.workers > 1 else ''}, "
         f"{'two views' if plan.has_dropout else 'one pass for both views'}, {training.precision}, ZeRO {training.zero_stage}",
         "",
@@ -59,6 +65,8 @@ def estimate_student(plan: StudentPlan, counts: Sequence[int] = ()) -> Estimate:
         f"step       {span(plan.step_seconds)}: matrix products {span(step.math)}, memory traffic {span(step.traffic)}, host "
         f"{span(step.host)}{' (overlapped)' if machine.kind == 'gpu' else ''}, network {span(step.network)}, waiting for "
         f"lists {span(step.waiting)}",
+        f"lost node  {span(plan.lost_node_seconds)} on average: half the steps between checkpoints, and {RESTART:g} s to restart "
+        "(assumed)",
         f"tables     {_sizes(stored) or 'none'}; total cache {size_text(plan.disk_bytes)}",
         f"memory     {held}: {_sizes(plan.memory)}",
         "",
@@ -66,9 +74,8 @@ def estimate_student(plan: StudentPlan, counts: Sequence[int] = ()) -> Estimate:
         f"assumes    {machine.name}: rates of {machine.source}; nodes are connected at 100 Gbit/s",
         f"assumes    {plan.lengths.source}",
         f"assumes    {NOT_COUNTED}",
-        *(f"advice     {line}" for line in advice),
+        *(f"advice     {line}" for line in advice_of(plan)),
         *(f"IMPOSSIBLE {problem}" for problem in problems),
-        *scaled_lines,
     ]
     described = {
         "recipe": plan.recipe.name,
@@ -81,102 +88,96 @@ def estimate_student(plan: StudentPlan, counts: Sequence[int] = ()) -> Estimate:
         "phases": [phase._asdict() for phase in plan.phases],
         "seconds": plan.seconds,
         "training_seconds": plan.training_seconds,
+        "lost_node_seconds": plan.lost_node_seconds,
         "step": {"seconds": plan.step_seconds, "binding": step.binding, **vars(step)},
         "tables": plan.tables,
         "candidates": plan.candidate_bytes,
         "disk": plan.disk_bytes,
         "memory": {"stage": training.zero_stage, **plan.memory, "total": needed},
         "problems": problems,
-        "advice": advice,
-        "scaling": scaled,
+        "scaling": worth,
     }
     return Estimate(lines, described, problems)
 
 
-def scaling(plan: StudentPlan, counts: Sequence[int]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the cost on numbers of devices, with the recipe's batch over them and with that batch on each, and as lines."""
-    kind, found = plan.cluster.machine.kind, []
+def worth_of(plan: StudentPlan, counts: Sequence[int], price: float | None = None) -> list[dict[str, Any]]:
+    """Return the run's cost on each number of devices: all of them embed, and the fastest number of them trains.
+
+    Without `counts`, they are the powers of two up to the cluster's devices; `price` is that of a device for an hour. The row
+    that is `worth` it has the fewest devices within ten percent of the shortest time.
+    """
+    devices = 1 if plan.cluster.spec == "local" else plan.cluster.devices
+    powers = [1 << power for power in range(devices.bit_length()) if 1 << power < devices]
+    plans = {count: plan.on(count) for count in counts or [*powers, devices]}
+    alone, fastest = plan.on(1).seconds, min(each.seconds for each in plans.values())
+    worth = min(count for count, each in plans.items() if each.seconds <= _WORTH * fastest)
+    return [
+        {
+            "devices": count,
+            "workers": each.workers,
+            "teachers": sum(phase.seconds for phase in each.phases if phase.name.startswith("teacher ")),
+            "student": each.training_seconds,
+            "seconds": each.seconds,
+            "efficiency": alone / each.seconds / count,
+            "cost": None if price is None else price * count * each.seconds / 3600,
+            "memory": sum(each.memory.values()),
+            "binding": each.step.binding,
+            "worth": count == worth,
+        }
+        for count, each in plans.items()
+    ]
+
+
+def _worth_lines(plan: StudentPlan, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what is worth it in a sentence, and the table of the numbers of devices."""
+    if len(rows) < 2 and rows[0]["cost"] is None:
+        return []
     lines = [
         "",
-        f"on more of {plan.cluster.machine.name} (left: the recipe's batch over the workers, "
-        "right: the recipe's batch on each of them)",
-        f"{'devices':>8}{'teachers':>12}{'train':>7}{'step':>10}{'effic.':>8}{'student':>12} |"
-        f"{'batch':>9}{'step':>10}{'effic.':>8}{'memory':>11}  binds",
+        f"{'devices':>9}{'workers':>9}{'teachers':>12}{'student':>12}{'all':>12}{'effic.':>8}{'cost':>10}{'memory':>11}  binds",
     ]
-    alone = plan.step_on(1, plan.batch, plan.cluster).seconds(kind)
-    for count in counts:
-        cluster = replace(plan.cluster, nodes=math.ceil(count / plan.cluster.per_node))
-        workers, batch = largest_divisor(plan.batch, count), plan.batch * count
-        grown = plan.step_on(count, batch, cluster)
-        strong, weak = plan.step_on(workers, plan.batch, cluster).seconds(kind), grown.seconds(kind)
-        row = {
-            "devices": count,
-            "teachers": sum(plan.embedding(number, count).seconds for number in range(len(plan.teachers))),
-            "student": plan.steps * strong,
-            "memory": sum(plan.memory_of(count, batch).values()),
-        }
-        shares = {"strong": alone / strong / workers, "weak": alone / weak}
-        found.append({**row, "efficiency": shares})
+    for row in rows:
+        times = "".join(f"{span(row[key]):>12}" for key in ("teachers", "student", "seconds"))
+        cost = "" if row["cost"] is None else f"{row['cost']:,.2f}"
         lines.append(
-            f"{count:>8,}{span(row['teachers']):>12}{workers:>7,}{span(strong):>10}{shares['strong']:>8.0%}"
-            f"{span(row['student']):>12} |{batch:>9,}{span(weak):>10}{shares['weak']:>8.0%}"
-            f"{size_text(row['memory']):>11}  {grown.binding}"
+            f"{row['devices']:>9,}{row['workers']:>9,}{times}{row['efficiency']:>8.0%}{cost:>10}{size_text(row['memory']):>11}"
+            f"  {row['binding']}"
         )
-    return found, lines if counts else []
+    best = next(row for row in rows if row["worth"])
+    said = f"{best['devices']:,} x {plan.cluster.machine.name} with training.workers={best['workers']}: {span(best['seconds'])}"
+    return [f"worth it   {said}, the fewest within 10 % of the fastest", *lines]
 
 
-def student_problems(plan: StudentPlan) -> list[str]:
-    """Return why a student's plan cannot run, each with settings that fix it."""
-    found, machine, cluster = [], plan.cluster.machine, plan.cluster
-    if cluster.spec != "local" and plan.workers > cluster.devices:
-        found.append(
-            f"training.workers is {plan.workers}, but {cluster.spec} has {cluster.devices} devices; write "
-            f"training.workers={cluster.devices} or fewer"
-        )
+def advice_of(plan: StudentPlan) -> list[str]:
+    """Return what would shorten a step that waits for the host or for lists."""
+    servers = max(2, plan.recipe.teachers.num_servers * 2)
+    found = {
+        "host and launches": "the host is the bottleneck: a larger batch hardly takes more time per step",
+        "teachers' lists": f"teachers' lists are the bottleneck: try teachers.num_servers={servers} or more",
+    }
+    return [line for binding, line in found.items() if binding == plan.step.binding]
+
+
+def memory_problems(plan: StudentPlan) -> list[str]:
+    """Return why a student's worker has too little memory, with a batch size that fits."""
+    machine, cluster = plan.cluster.machine, plan.cluster
     # Workers on CPUs share their node's memory; every GPU has its own.
     sharing = min(plan.workers, cluster.per_node) if machine.kind == "cpu" else 1
     available, needed = FITS * machine.memory / sharing, sum(plan.memory.values())
-    if needed > available:
-        smaller = (plan.batch >> halved for halved in range(1, plan.batch.bit_length() - 1))
-        batch = next(
-            (
-                batch
-                for batch in smaller
-                if batch % plan.workers == 0 and sum(plan.memory_of(plan.workers, batch).values()) <= available
-            ),
-            None,
-        )
-        fix = f"write training.batch_size={batch}" if batch else "take a smaller backbone, or a larger device"
-        found.append(
-            f"a worker needs {gib(needed)} at ZeRO stage {plan.recipe.training.zero_stage}, {machine.name} has "
-            f"{gib(available)}; {fix}, or more workers"
-        )
-    return found
-
-
-def student_advice(plan: StudentPlan) -> list[str]:
-    """Return settings that would cost less."""
-    found, machine = [], plan.cluster.machine
-    if idle := max(0, plan.cluster.devices - plan.workers - plan.others):
-        found.append(
-            f"{idle:,} of {plan.cluster.devices:,} devices do not train (batch {plan.batch}): "
-            "use them with a larger batch, or with parallel trials or seeds"
-        )
-    counts = [count for count in range(1, plan.workers + 1) if plan.batch % count == 0]
-    steps = {count: plan.step_on(count, plan.batch, plan.cluster).seconds(machine.kind) for count in counts}
-    own = plan.step.seconds(machine.kind)
-    best = min(steps, key=lambda count: steps[count])
-    if steps[best] <= 0.9 * own:
-        found.append(
-            f"training.workers={best} takes {1e3 * steps[best]:.3g} ms per step, {plan.workers} take {1e3 * own:.3g}: "
-            "use fewer workers, and the other devices for trials or seeds"
-        )
-    if plan.step.binding == "host and launches":
-        found.append("the host is the bottleneck: a larger batch hardly takes more time per step")
-    if plan.step.binding == "teachers' lists":
-        servers = max(2, plan.recipe.teachers.num_servers * 2)
-        found.append(f"teachers' lists are the bottleneck: try teachers.num_servers={servers} or more")
-    return found
+    if needed <= available:
+        return []
+    smaller = (plan.batch >> halved for halved in range(1, plan.batch.bit_length() - 1))
+    fits = (
+        batch
+        for batch in smaller
+        if batch % plan.workers == 0 and sum(plan.with_batch(batch).memory.values()) <= available
+    )
+    batch = next(fits, None)
+    fix = f"write training.batch_size={batch}" if batch else "take a smaller backbone, or a larger device"
+    return [
+        f"a worker needs {gib(needed)} at ZeRO stage {plan.recipe.training.zero_stage}, {machine.name} has "
+        f"{gib(available)}; {fix}, or more workers"
+    ]
 
 
 def _describe_shape(shape: Shape) -> str:

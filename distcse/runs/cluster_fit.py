@@ -62,7 +62,7 @@ class NodeNeeds:
         with cluster.joined():
             planned = plan(cluster.nodes())
             runs = {} if run is None else {"storage.runs": run}
-            cluster.require_shared({**runs, **self.written}, self.read, list(self.labels.values()))
+            cluster.require_alike({**runs, **self.written}, self.read, list(self.labels.values()))
             yield planned
 
     def options(self, run: Path | None = None, uses_gpu: bool = True) -> DeviceOptions:

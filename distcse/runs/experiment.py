@@ -74,6 +74,8 @@ class Experiment(ABC, Generic[R]):
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             require_lasting(self.recipe.storage)
             require([*self.questions(), *model_questions(self.recipe, fetch=True)])
+            if plans_of_trials is None:
+                self.require_room(backend.cluster)
             check_storage(self.recipe.storage)
             report_warnings(self.settings_warnings(), reporter)
             self.rehearse(backend, reporter, plans_of_trials)
@@ -115,6 +117,16 @@ class Experiment(ABC, Generic[R]):
     def check_resources(self, nodes: Sequence[Node]) -> None:
         """Check that the nodes can run everything that must run at the same time. Default: any can."""
         return
+
+    def require_room(self, cluster: Cluster | None) -> None:
+        """Refuse, before anything starts, a run for which this machine alone is too small; other clusters are joined first."""
+        if cluster is not None and not cluster.can_grow():
+            self.check_resources(cluster.nodes())
+
+    @property
+    def needs(self) -> NodeNeeds | None:
+        """Which nodes can work for the run, and what they must see. Default: unknown."""
+        return None
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         """Return the parts of the run that have a precision, each on the given devices. Default: none."""
@@ -308,6 +320,7 @@ def open_run(
         is_new = directory is None
         if is_new and not is_trial:
             require(model_questions(recipe, fetch=True))
+            experiment.require_room(backend.cluster)
         directory = directory or RunDirectory.create(recipe)
         lease = scope.enter_context(directory.leased(reporter))
         if is_new and recipe.storage.run_id is not None:

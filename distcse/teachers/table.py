@@ -106,6 +106,10 @@ class StoredVectors:
     """(k, d) vectors where it has."""
 
 
+BYTES_PER_NUMBER = 2
+"""Bytes of a vector's number, a float16."""
+
+
 def rows_per_shard(setting: int | Literal["auto"], vectors: int) -> int:
     """Return how many rows a table's shards have."""
     if setting != "auto":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -118,6 +119,17 @@ def test_a_separate_disk_per_node_is_refused_with_the_key_to_set(
     key = "storage.runs" if command == "mutual" else "storage.cache"
     assert error.startswith("distcse: [DCSE-X11] node ") and f" {own_disk}/new, {key}; " in error
     assert f"set {key}" in error
+
+
+def test_a_model_that_only_the_driver_has_is_named_by_dry_run_and_doctor(
+    recipe_file: Path, three: list[Machine], own_disk: Path, tiny: Callable[..., Path]
+) -> None:
+    model = own_disk / "model"
+    ended(three[0].start("cp", "-r", tiny("bert"), model))
+    words = recipe_file, f"student.backbone={model}"
+    for command in ((*TRAIN, *words, "--dry-run"), (sys.executable, "-m", "distcse", "doctor", *words)):
+        done = ended(three[0].start(*command), status=1)
+        assert f" has no {model}, student.backbone; put it on storage" in done.stdout + done.stderr
 
 
 def test_groups_on_three_machines_make_the_labels_of_one_process(

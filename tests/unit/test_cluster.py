@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,14 +21,14 @@ import ray
 from ray.autoscaler import sdk
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
-from distcse.cluster import backend, nodes, shared_storage
+from distcse.cluster import backend, node_checks, nodes
 from distcse.cluster.backend import RayBackend, RayCluster, choose_backend
 from distcse.cluster.cluster import ClusterConfig, StartingCluster, cluster, fix_of_joining, start_ray, starting_ray
 from distcse.cluster.group_actors import open_group_store
 from distcse.cluster.health import check_cluster
 from distcse.cluster.heartbeat import HeartbeatMonitor
+from distcse.cluster.node_checks import check_node, check_paths
 from distcse.cluster.nodes import DrainNotices, ResourceWatchdog
-from distcse.cluster.shared_storage import check_paths
 from distcse.cluster.teacher_servers import server_of
 from distcse.cluster.train_workers import result_unless_paused
 from distcse.devices.resources import Node, ResourceRequest
@@ -37,6 +38,7 @@ from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.distillation.preflight import check_embedding
+from distcse.storage import open_store, resolve_path
 from distcse.training.checkpoint_files import TrainerState
 from distcse.training.trainer import TrainResult
 from tests.clusters import FixedCluster
@@ -173,7 +175,7 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 def test_a_drained_node_lives_and_gets_no_work(states: dict[str, bool]) -> None:
     assert [node.id for node in nodes.live_nodes()] == ["own", "drained", "other"]
     assert [(node.id, node.address) for node in nodes.alive()] == [("own", "own.local"), ("other", "other.local")]
-    assert [node.id for node in shared_storage.other_nodes([None])] == ["other"]
+    assert [node.id for node in node_checks.other_nodes([None])] == ["other"]
     assert DrainNotices().count(lambda: {"drained", "other"}) == 1
     assert DrainNotices().count(lambda: {"other"}) == 0
 
@@ -205,6 +207,28 @@ def test_a_problem_names_the_path_and_its_key(tmp_path: Path) -> None:
             marker.write_text(content)
         problem = check_paths({"storage.runs": marker}, read, "token")
         assert problem is not None and words in problem
+
+
+@pytest.mark.parametrize(
+    ("clock", "words"),
+    [(1000.0, ""), (700.0, ""), (1310.0, ""), (699.0, "301 s behind"), (1311.0, "301 s ahead of")],
+)
+def test_a_clock_is_compared_with_the_times_around_its_reading(clock: float, words: str) -> None:
+    problem = node_checks.clock_problem(clock, began=1000.0, ended=1010.0)
+    assert (problem is None) == (not words) and words in (problem or "")
+
+
+def test_a_node_with_other_versions_or_without_the_bucket_is_named(tmp_path: Path) -> None:
+    here, bucket = node_checks.versions(), open_store(resolve_path("s3://nobody-has-this/runs"))
+    for expected, buckets, words in (
+        (here, {}, None),
+        ({**here, "torch": "1.0"}, {}, f"has torch {here['torch']}, this machine 1.0; install torch 1.0 there"),
+        ({**here, "distcse": ""}, {}, None),  # a working directory that is not installed
+        (here, {"storage.runs": bucket}, "cannot use s3://nobody-has-this/runs, storage.runs"),
+    ):
+        problem, clock = check_node(expected, buckets, {}, {}, "token")
+        assert (problem is None) == (words is None) and (words or "") in (problem or "")
+        assert node_checks.clock_problem(clock, time.time(), time.time()) is None
 
 
 # Actors and backends

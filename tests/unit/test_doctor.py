@@ -14,12 +14,15 @@ import pytest
 from distcse.checks import Check, answers
 from distcse.cluster import health
 from distcse.devices import host
+from distcse.errors import StorageWriteError
 from distcse.preflight import machine
 from distcse.preflight.models import check_model
 from distcse.recipe import EncoderSection, EndpointSection, Recipe, TeacherSection
+from distcse.runs.distillation.corpus import require_space
 from distcse.teachers.kinds import kind_of
 from tests.commands import command
 from tests.endpoints import Reply, open_endpoint
+from tests.failures import fails_with
 
 main = command("doctor")
 
@@ -191,6 +194,17 @@ def test_a_recipe_needs_what_this_machine_has(
     assert found.verdict == ("fail" if problem else "ok") and problem in found.found and fix in found.fix
 
 
+def test_tables_that_do_not_fit_are_refused_with_the_bytes_that_are_missing(
+    recipe_with: Callable[..., Recipe], sentences: list[str]
+) -> None:
+    recipe = recipe_with()
+    (found,) = health.check_tables(recipe)
+    assert found.verdict == "ok" and f"{len(sentences)} rows" in found.found
+    needed = 2 * 10**14 * (48 + 32)
+    with fails_with(StorageWriteError, f"need {needed / 2**30:,.1f} GiB", "GiB are missing", "storage.cache=FOLDER"):
+        require_space(recipe, {0: 10**14, 1: 10**14})
+
+
 def test_the_token_is_required_and_private(tmp_path: Path) -> None:
     assert the_only(health.check_token({}, tmp_path)).verdict == "ok"
     assert the_only(health.check_token({"RAY_AUTH_MODE": "disabled"}, tmp_path)).verdict == "warn"
@@ -235,6 +249,7 @@ def test_the_command_prints_checks_and_leaves_no_files(
     output = capsys.readouterr().out
     failed = [line for line in output.splitlines() if line.startswith("fail")]
     assert status == bool(failed) and "storage.cache" in output and "python" in output
+    assert "ok    tables " in output
     assert "not required: training.engine" in output  # DeepSpeed is not imported
     assert sorted(tmp_path.rglob("*")) == before  # no file remains
     assert main([file, "student.backbone=/nowhere", "--json"]) == 1

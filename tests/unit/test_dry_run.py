@@ -10,6 +10,7 @@ import pytest
 
 from distcse import cli
 from distcse.errors import (
+    ClusterTooSmallError,
     CorpusTooSmallError,
     DistcseError,
     EncoderSettingError,
@@ -59,6 +60,9 @@ def test_it_checks_corpus_models_and_cluster_and_trains_nothing(file: Path, caps
     assert stages == ["corpus", "steps", "student", "teacher 0", "teacher 1", "cluster"]
     assert not list((file.parent / "runs").iterdir()) and not list((file.parent / "cache").rglob("shard-*"))
     assert cli.main(["train", str(file), "--dry-run", "--resume", str(file.parent)]) == 2
+    capsys.readouterr()
+    too_many = ["training.workers=16", "training.gpus_per_worker=1", "--dry-run"]
+    assert_error(capsys, ["train", str(file), *too_many], ClusterTooSmallError, "16 GPUs", "training.gpus_per_worker")
 
 
 VECTORS = ["objective.regression={}", "student.projection=none"]

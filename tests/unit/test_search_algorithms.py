@@ -24,7 +24,7 @@ from distcse.events import Event, LogMessage, Reporter, WaitWarning
 from distcse.recipe import Recipe, Sweep, TeachersSection, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.cluster_fit import report_gpus
-from distcse.runs.distillation.corpus import prepare_tables, read_corpus, require_embedding_gpus
+from distcse.runs.distillation.corpus import prepare_tables, read_corpus, require_embedding
 from distcse.runs.distillation.processes import least_requests as run_requests
 from distcse.runs.distillation.processes import plans_of_run
 from distcse.storage import open_store
@@ -262,6 +262,6 @@ def test_a_required_gpu_is_asked_for_where_rows_are_missing(recipe_with: MakeRec
     report_gpus(cluster, recipe.gpu_mode, partial(plans_of_run, recipe), Reporter(messages.append))
     corpus = read_corpus(recipe, Reporter())
     with fails_with(ClusterTooSmallError, "the nodes with role=teachers have no GPU for the embedding actors"):
-        require_embedding_gpus(recipe, corpus, cluster, Reporter())
+        require_embedding(recipe, corpus, cluster, Reporter())
     prepare_tables(recipe, corpus, LocalBackend(), Reporter())
-    require_embedding_gpus(recipe, corpus, cluster, Reporter())
+    require_embedding(recipe, corpus, cluster, Reporter())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,12 +13,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse.checks import gib
 from distcse.devices.cluster import Cluster
 from distcse.devices.device_plan import GIB
-from distcse.errors import CorpusTooSmallError
+from distcse.errors import CorpusTooSmallError, StorageWriteError
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.models import TokenizerSpec
-from distcse.models.folder import open_model
+from distcse.models import TokenizerSpec, resolve_model
+from distcse.models.folder import ModelFolder, open_model
 from distcse.preflight.warnings import (
     SettingsWarning,
     warn_of_cut_rows,
@@ -41,7 +43,7 @@ from distcse.teachers.embedding import identity_of, new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
 from distcse.teachers.reuse import Reuse, find_reuse
-from distcse.teachers.table import EmbeddingTable, table_statistics
+from distcse.teachers.table import BYTES_PER_NUMBER, EmbeddingTable, table_statistics
 from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus, Tokenization, TokenTable, count_repeated_files
 from distcse.text.token_table import PART_ROWS, SampledTokens
@@ -52,6 +54,8 @@ R = TypeVar("R", bound=Recipe)
 _SAMPLE = 2000
 """Rows whose tokens are counted; with them, the share is exact to about 2 %."""
 _ROWS_PER_HELD_OUT = 10
+_CONFIGURATIONS = ("*config*.json", "modules.json")
+"""Files of a model on the hub that say the dimension of its vectors."""
 _FEWEST_HELD_OUT = 3
 """With 2 sentences, each list has one entry, so there is no order to agree on."""
 
@@ -313,7 +317,7 @@ def prepare_tables(
     """
     section, cache = recipe.teachers, open_store(recipe.storage.cache)
     missing_shards = _missing_shards(recipe, corpus, verifies, reporter)
-    _require_gpus_for(missing_shards, recipe, backend.cluster)
+    _require_means_for(missing_shards, recipe, backend.cluster)
     tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
     for number, (table, missing) in missing_shards.items():
         stage, embedded = f"teacher {number}", 0
@@ -438,19 +442,53 @@ def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None
     return sum(len(new_rows(table, shard, reuse)) for shard in shards)
 
 
-def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None, reporter: Reporter) -> None:
-    """Check that actors which will embed missing rows get a GPU, if `resources.gpu` is `required`."""
-    if cluster is not None and recipe.gpu_mode == "required":  # else the tables' checksums need not be computed
-        found = _missing_shards(recipe, corpus, verify=True, reporter=reporter)
-        _require_gpus_for(found, recipe, cluster)
+def require_embedding(recipe: Recipe, corpus: Corpus, cluster: Cluster | None, reporter: Reporter) -> None:
+    """Check that the missing rows of tables have room, and their actors a GPU if `resources.gpu` is `required`."""
+    # Their checksums need not be computed for the room.
+    verify = cluster is not None and recipe.gpu_mode == "required"
+    _require_means_for(_missing_shards(recipe, corpus, verify, reporter), recipe, cluster)
 
 
-def _require_gpus_for(
+def _require_means_for(
     missing_shards: Mapping[int, tuple[EmbeddingTable, list[int]]], recipe: Recipe, cluster: Cluster | None
 ) -> None:
-    embedded = [recipe.teachers.encoders[number] for number, (_, missing) in missing_shards.items() if missing]
-    if embedded and cluster is not None and recipe.gpu_mode == "required":
+    vectors = {
+        number: sum(len(table.shard_range(shard)) for shard in missing)
+        for number, (table, missing) in missing_shards.items()
+        if missing
+    }
+    require_space(recipe, vectors)
+    if vectors and cluster is not None and recipe.gpu_mode == "required":
+        embedded = [recipe.teachers.encoders[number] for number in vectors]
         plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode, embedded).require_all()
+
+
+def require_space(recipe: Recipe, vectors: Mapping[int, int]) -> str:
+    """Check that the cache's disk has room for a number of vectors of each teacher, by the teachers' indices.
+
+    Returns:
+        What they need and what is free. Vectors of a teacher that is no model here are not counted: their size is unknown.
+
+    Raises:
+        StorageWriteError: The disk is too small.
+    """
+    cache = open_store(recipe.storage.cache).path
+    sections = {number: recipe.teachers.encoders[number] for number, count in vectors.items() if count}
+    widths = {number: vector_width(section) for number, section in sections.items() if section.loads_model}
+    needed = sum(BYTES_PER_NUMBER * vectors[number] * width for number, width in widths.items())
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
+    if needed > free:
+        raise StorageWriteError(
+            f"the teachers' tables need {gib(needed)} in {cache}, which has {gib(free)} free: {gib(needed - free)} are missing; "
+            "free them, or set storage.cache=FOLDER on a larger disk"
+        )
+    return f"{gib(needed)} needed, {gib(free)} free"
+
+
+def vector_width(section: EncoderSection) -> int:
+    """Return the dimension of a model's vectors, which its configuration files say."""
+    folder = resolve_model(section.backbone, section.trust_remote_code, _CONFIGURATIONS)
+    return ModelFolder.read(folder, section.trust_remote_code).dimension()
 
 
 def _missing_shards(

@@ -93,6 +93,10 @@ class Distillation(Experiment[Recipe]):
     def check_resources(self, nodes: Sequence[Node]) -> None:
         plan_run(self.recipe, nodes)
 
+    @property
+    def needs(self) -> NodeNeeds:
+        return student_needs(self.recipe)
+
     def fingerprints(self, reporter: Reporter) -> dict[str, str]:
         return read_fingerprints(self.recipe, reporter)
 

@@ -14,8 +14,7 @@ from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.evaluation import read_dev
 from distcse.events import Reporter
 from distcse.losses import TRIED_WIDTH, build_objective, try_terms
-from distcse.models import Encoder, resolve_model
-from distcse.models.folder import ModelFolder
+from distcse.models import Encoder
 from distcse.preflight.warnings import report_warnings
 from distcse.recipe import Recipe
 from distcse.runs.backend import Backend
@@ -28,8 +27,9 @@ from distcse.runs.distillation.corpus import (
     prepare_candidates,
     prepare_tables,
     read_corpus,
-    require_embedding_gpus,
+    require_embedding,
     teacher_token_warnings,
+    vector_width,
 )
 from distcse.runs.distillation.distillation_task import build_student
 from distcse.runs.distillation.final_evaluation import labelled_tasks
@@ -54,8 +54,6 @@ from distcse.teachers.reuse import count_new_rows
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 
-_CONFIGURATIONS = ("*config*.json", "modules.json")
-"""Files of a model on the hub that say the dimension of its vectors."""
 _SAMPLED_QUERIES, _NEAREST = 3, 3
 """Queries, and documents of each, that a pass with candidates reports."""
 
@@ -90,9 +88,7 @@ def _vector_width(recipe: Recipe) -> int | None:
     teacher = None if index_of is None else recipe.teachers.encoders[index_of]
     if teacher is not None and not teacher.loads_model:
         return None
-    section = teacher or recipe.student
-    folder = resolve_model(section.backbone, section.trust_remote_code, _CONFIGURATIONS)
-    return ModelFolder.read(folder, section.trust_remote_code).dimension()
+    return vector_width(teacher or recipe.student)
 
 
 def rehearse_run(
@@ -119,6 +115,7 @@ def rehearse_run(
     report_warnings([*warnings, *band_warnings(recipe, corpus)], reporter)
     for number in range(len(recipe.teachers.encoders)):
         reporter.found(f"teacher {number}", _query_teacher(recipe, corpus, number))
+    require_embedding(recipe, corpus, backend.cluster, reporter)
     runs = resolve_path(recipe.storage.runs)
     if (cluster := backend.cluster) is None:
         reporter.found("cluster", "none: the run stays in this process (training.workers is 0)")
@@ -129,7 +126,6 @@ def rehearse_run(
             report_plans(plans_of_trials(nodes), reporter.emit)
         elif resources is not None:
             report_plans(plans_of_run(recipe, nodes), reporter.emit)
-        require_embedding_gpus(recipe, corpus, cluster, reporter)
         reporter.found("cluster", describe_resources(recipe, resources, nodes))
 
 
@@ -162,7 +158,7 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
                 note += f", {count_new_rows(table, corpus, cache):,} of {len(corpus):,} rows to embed"
             reporter.found(f"teacher {number}", note)
         with joined_for_embedding(recipe, backend.cluster):  # checks that the nodes see the cache
-            require_embedding_gpus(recipe, corpus, backend.cluster, reporter)
+            require_embedding(recipe, corpus, backend.cluster, reporter)
 
 
 def check_comparison(recipe: Recipe, reporter: Reporter) -> None:

@@ -26,7 +26,14 @@ from distcse.models.student import depth_of, evenly_spaced, needs_first_layer
 from distcse.preflight.precision import Role
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe, StudentSection, with_values
 from distcse.runs.backend import Backend, DeviceCall, LocalBackend
-from distcse.runs.cluster_fit import gpu_policy, joined_for_devices, model_memory, report_gpus, waited_for_nodes
+from distcse.runs.cluster_fit import (
+    NodeNeeds,
+    gpu_policy,
+    joined_for_devices,
+    model_memory,
+    report_gpus,
+    waited_for_nodes,
+)
 from distcse.runs.directory import PROJECTION, RunDirectory, check_storage
 from distcse.runs.distillation.corpus import fit_to_corpus
 from distcse.runs.distillation.distillation_task import TrainSpec
@@ -95,6 +102,10 @@ class Family(Experiment[FamilyRecipe]):
 
     def check_resources(self, nodes: Sequence[Node]) -> None:
         plan_run(self.recipe.student_recipe(self.recipe.largest_first[0]), nodes)
+
+    @property
+    def needs(self) -> NodeNeeds:
+        return student_needs(self.recipe)
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return roles_on(self.recipe, list(devices))

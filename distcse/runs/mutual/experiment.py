@@ -97,6 +97,10 @@ class MutualDistillation(Experiment[MutualRecipe]):
     def check_resources(self, nodes: Sequence[Node]) -> None:
         plan_groups(self.recipe, self.recipe.groups, nodes)
 
+    @property
+    def needs(self) -> NodeNeeds:
+        return group_needs(self.recipe, self.recipe.groups)
+
     def fingerprints(self, reporter: Reporter) -> dict[str, str]:
         return read_fingerprints(self.recipe, reporter)
 
