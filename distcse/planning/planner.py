@@ -107,14 +107,17 @@ def _plan_family(recipe: FamilyRecipe, cluster: PlannedCluster, rows: int | None
     for seconds in training.values():  # each begins where one has ended first
         heapq.heapreplace(ends, ends[0] + seconds)
     total = largest.seconds - largest.training_seconds + max(ends)
+    static = [member.label for member in recipe.static_members]
     how = f"side by side on {len(ends)} GPUs" if len(ends) > 1 else "one after the other"
     lines = [
         f"family     {len(plans)} students {how}, {span(total)} in all; the text is read and embedded once",
-        *(f"           {name}: trains for {span(seconds)}" for name, seconds in training.items()),
-        *(f"           {member.label}: not counted" for member in recipe.static_members),
+        f"{'student':<20}{'training':>12}{'step':>12}",
+        *(f"{name:<20}{span(plan.training_seconds):>12}{span(plan.step_seconds):>12}" for name, plan in plans.items()),
+        *(f"{name:<20}{'not counted':>12}   one vector per token; trained last" for name in static),
     ]
-    described = {**estimate.described, "students": training, "side_by_side": len(ends), "seconds": total}
-    return estimate._replace(lines=[*lines, "", *estimate.lines], described=described)
+    students = {name: {"training_seconds": seconds} for name, seconds in training.items()}
+    found = {"students": students, "static": static, "side_by_side": len(ends), "seconds": total}
+    return estimate._replace(lines=[*lines, "", *estimate.lines], described={**estimate.described, **found})
 
 
 def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> PlannedCluster:

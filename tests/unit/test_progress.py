@@ -197,7 +197,7 @@ json.dump(results, sys.stdout)
 CALLS = """
 train RECIPE | train RECIPE --dry-run | train RECIPE training.workers=1 | train --resume RUN | tune RECIPE --space SPACE
 tune RECIPE --space SPACE --print-space | tune --resume RUN | embed RECIPE | embed RECIPE --compare
-pairs sts_unlabelled --data DATA | plan RECIPE | plan RECIPE --cluster 8xA100-40G
+data convert RUN --data OUT | plan RECIPE | plan RECIPE --cluster 8xA100-40G
 recipe show quickstart | recipe validate RECIPE
 doctor RECIPE | env | evaluate MODEL
 rank MODEL --corpus TEXT --out OUT | export MODEL --onnx | push MODEL --to me/student --dry-run | completion bash

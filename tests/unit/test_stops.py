@@ -426,6 +426,8 @@ _RUN, _PASS = "test_a_stop_before_training_ends_the_run_at_once", "test_an_opera
 _MUTUAL = "test_a_stop_before_the_first_phase_ends_the_run_at_once"
 _EVALUATION = "test_stopped_evaluation.py"
 ASKS = {
+    "evaluation/conversion:convert": "without `StopOnSignal`: a signal ends `distcse data` at once, and complete sets stay",
+    "evaluation/downloads:_download": "as convert; the same command continues it",
     "evaluation/evaluation:measure_model": _PASS,
     "evaluation/evaluation:_reporting_search": "as measure_model",
     "evaluation/evaluation:_measure_formats": "as measure_model",

@@ -474,7 +474,11 @@ def require_space(recipe: Recipe, vectors: Mapping[int, int]) -> str:
     """
     cache = open_store(recipe.storage.cache).path
     sections = {number: recipe.teachers.encoders[number] for number, count in vectors.items() if count}
-    widths = {number: vector_width(section) for number, section in sections.items() if section.loads_model}
+    widths = {
+        number: vector_width(section)
+        for number, section in sections.items()
+        if kind_of(section, only_local=True).is_model
+    }
     needed = sum(BYTES_PER_NUMBER * vectors[number] * width for number, width in widths.items())
     free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
     if needed > free:

@@ -86,7 +86,7 @@ def _vector_width(recipe: Recipe) -> int | None:
     """Return the dimension of the student's vectors; None for the index of a teacher that has no configuration file."""
     index_of = recipe.student.index_of
     teacher = None if index_of is None else recipe.teachers.encoders[index_of]
-    if teacher is not None and not teacher.loads_model:
+    if teacher is not None and not kind_of(teacher, only_local=True).is_model:
         return None
     return vector_width(teacher or recipe.student)
 
