@@ -36,10 +36,10 @@ if TYPE_CHECKING:
         resume,
         run,
     )
-    from distcse.cluster.jobs import Job, submit
     from distcse.errors import DistcseError
     from distcse.evaluation import LoadOptions
     from distcse.hub import push
+    from distcse.jobs import Job, submit
     from distcse.models import CrossEncoder, Encoder
     from distcse.rank_space import RankSpaceEncoder
     from distcse.recipe import (
@@ -60,7 +60,7 @@ _HOME = {
     "LoadOptions": "distcse.evaluation",
     "RankSpaceEncoder": "distcse.rank_space",
     "push": "distcse.hub",
-    **dict.fromkeys(("Job", "submit"), "distcse.cluster.jobs"),
+    **dict.fromkeys(("Job", "submit"), "distcse.jobs"),
     **dict.fromkeys(("CrossEncoder", "Encoder"), "distcse.models"),
     **dict.fromkeys(("BaseRecipe", "FamilyRecipe", "MutualRecipe", "Recipe", "packaged_recipes"), "distcse.recipe"),
     **dict.fromkeys(("read_recipe", "recipe_yaml", "with_values"), "distcse.recipe"),

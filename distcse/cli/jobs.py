@@ -11,7 +11,7 @@ from distcse.cli.shared import Commands, add_command, add_recipe_words, finish
 from distcse.report.progress import print_lines
 
 if TYPE_CHECKING:
-    from distcse.cluster.jobs import Job
+    from distcse.jobs import Job
 
 
 def add_commands(commands: Commands) -> None:
@@ -52,7 +52,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    from distcse.cluster.jobs import submit
+    from distcse.jobs import submit
 
     job = submit(
         options.recipe,
@@ -78,7 +78,7 @@ def _follow(job: Job) -> int:
 
 
 def _jobs(options: argparse.Namespace) -> int:
-    from distcse.cluster.jobs import JobCluster
+    from distcse.jobs import JobCluster
 
     rows = [
         {
@@ -109,6 +109,6 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    from distcse.cluster.jobs import Job, JobCluster
+    from distcse.jobs import Job, JobCluster
 
     return Job(options.id, JobCluster(options.cluster))

@@ -8,13 +8,12 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
+from distcse.devices.host import SECRET_SUFFIXES
 from distcse.errors import ArgumentError, nearest
 from distcse.recipe.loading import parse_document, read_file
 from distcse.recipe.section import Section, refuse_secrets
 from distcse.recipe.validation_errors import error_class, explain
 from distcse.storage import is_uri
-
-_SECRET_SUFFIXES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
 
 
 class ClusterSection(Section):
@@ -45,7 +44,7 @@ class ClusterSection(Section):
     def _has_no_files_and_secrets(cls, given: dict[str, Any]) -> dict[str, Any]:
         if taken := {"working_dir", "py_modules"} & given.keys():
             raise ValueError(f"each job has its own {min(taken)}; take it out")
-        if secret := next((name for name in given.get("env_vars") or {} if name.endswith(_SECRET_SUFFIXES)), None):
+        if secret := next((name for name in given.get("env_vars") or {} if name.endswith(SECRET_SUFFIXES)), None):
             raise ValueError(f"Ray logs and shows env_vars; set {secret} in the nodes' environment")
         return given
 

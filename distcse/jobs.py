@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import glob
-import hashlib
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import aiohttp
 import requests
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -37,7 +37,7 @@ from distcse.recipe.loading import read_as_written
 from distcse.recipe.section import is_inside
 from distcse.report.progress import open_listener
 from distcse.runs.directory import differences
-from distcse.storage import is_uri
+from distcse.storage import is_uri, text_checksum
 
 _TIMEOUT_S = 10.0
 """Seconds for a cluster to answer the first request."""
@@ -93,7 +93,7 @@ class JobCluster:
         """Context manager: raise an error of distcse for one of Ray's job API."""
         try:
             yield
-        except (requests.RequestException, OSError) as error:
+        except (requests.RequestException, aiohttp.ClientError, OSError) as error:
             raise RayConnectionError(
                 f"cluster {self.name} does not answer at {self.section.address} ({type(error).__name__}); start it, or correct "
                 "the address"
@@ -129,6 +129,7 @@ class Job:
 
     def follow(self, write: Callable[[str], object]) -> None:
         """Pass on what the job prints until it ends. Not for notebooks, which have an event loop."""
+        self.status()  # says that there is no such job
         written = 0
 
         async def tail() -> None:
@@ -139,9 +140,11 @@ class Job:
                 read += len(text)
                 written = max(written, read)
 
-        while self.status() in _ONGOING or not written:
+        while True:
             with self.cluster.asked(self.id):
                 asyncio.run(tail())
+            if self.status() not in _ONGOING:
+                return
             time.sleep(1)
 
     def stop(self) -> str:
@@ -246,7 +249,7 @@ def _named_files(written: BaseRecipe) -> list[str]:
 
 def _runtime_env(cluster: JobCluster, written: BaseRecipe, folder: Path, files: Sequence[str]) -> dict[str, Any]:
     """Return Ray's runtime environment of a job, with its files in a folder."""
-    distcse, package, given = distribution("distcse"), Path(__file__).parents[1], cluster.section.runtime_env
+    distcse, package, given = distribution("distcse"), Path(__file__).parent, cluster.section.runtime_env
     # Not a wheel: with it, each change of distcse would install all requirements again; Ray and pip take a wheel of an unchanged
     # version for the one they have. The metadata tell distcse its version.
     metadata = folder / f"distcse-{distcse.version}.dist-info"
@@ -254,7 +257,7 @@ def _runtime_env(cluster: JobCluster, written: BaseRecipe, folder: Path, files: 
     metadata.joinpath("METADATA").write_text(distcse.read_text("METADATA") or "")
     constraints = re.sub(r"(?m)^ray==.*$", f"ray=={cluster.ray}", (package / "constraints.txt").read_text())
     # Ray keeps installed requirements by their lines, so the file's name depends on its contents.
-    name = f"constraints-{hashlib.sha256(constraints.encode()).hexdigest()[:12]}.txt"
+    name = f"constraints-{text_checksum(constraints)[:12]}.txt"
     environment = {
         **given,
         "working_dir": _zip_files(files, folder, name, constraints),
