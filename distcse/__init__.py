@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from distcse.errors import DistcseError
     from distcse.evaluation import LoadOptions
     from distcse.hub import push
+    from distcse.jobs import Job, submit
     from distcse.models import CrossEncoder, Encoder
     from distcse.rank_space import RankSpaceEncoder
     from distcse.recipe import (
@@ -59,6 +60,7 @@ _HOME = {
     "LoadOptions": "distcse.evaluation",
     "RankSpaceEncoder": "distcse.rank_space",
     "push": "distcse.hub",
+    **dict.fromkeys(("Job", "submit"), "distcse.jobs"),
     **dict.fromkeys(("CrossEncoder", "Encoder"), "distcse.models"),
     **dict.fromkeys(("BaseRecipe", "FamilyRecipe", "MutualRecipe", "Recipe", "packaged_recipes"), "distcse.recipe"),
     **dict.fromkeys(("read_recipe", "recipe_yaml", "with_values"), "distcse.recipe"),
@@ -71,6 +73,7 @@ __all__ = [
     "DistcseError",
     "Encoder",
     "FamilyRecipe",
+    "Job",
     "LoadOptions",
     "MutualRecipe",
     "RankSpaceEncoder",
@@ -94,6 +97,7 @@ __all__ = [
     "rerun",
     "resume",
     "run",
+    "submit",
     "with_values",
 ]
 

@@ -285,7 +285,7 @@ class MissingDependencyError(RunError, code="DCSE-X07"):
 
 
 class RayConnectionError(RunError, code="DCSE-X08"):
-    """The Ray cluster cannot be joined or started."""
+    """The Ray cluster cannot be joined or started, or takes no job."""
 
 
 class ClusterTooSmallError(RunError, code="DCSE-X09"):

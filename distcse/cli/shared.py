@@ -31,6 +31,12 @@ GROUPS = {
         "doctor": "check this machine, its cluster and a recipe's files",
         "env": "print versions, devices, memory and Ray, for a bug report",
     },
+    "on a cluster": {
+        "submit": "submit a recipe's run to a cluster",
+        "jobs": "list a cluster's jobs",
+        "logs": "print or follow a job's log",
+        "stop": "stop a job with a checkpoint",
+    },
     "use a model": {
         "evaluate": "evaluate models side by side",
         "rank": "store a model with references, to score pairs by cosine and ranks",

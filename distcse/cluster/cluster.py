@@ -33,8 +33,6 @@ _CONNECT_TIMEOUT_S = 10.0
 _PASSED_PREFIXES = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "GLOO_", "RAY_TRAIN_")
 _NODE_VARIABLES = ("DISTCSE_MIRROR",)
 _WORKER_LOGS = "DISTCSE_WORKER_LOGS"
-_SECRET_SUFFIXES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
-"""Suffixes of variables that are never passed to Ray, because it logs and displays workers' environments."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +283,7 @@ def worker_environment(gpus: float) -> dict[str, str]:
 
     Secrets such as HF_TOKEN are excluded: a worker uses those of its node.
     """
-    public = {name: value for name, value in os.environ.items() if not name.endswith(_SECRET_SUFFIXES)}
+    public = {name: value for name, value in os.environ.items() if not name.endswith(host.SECRET_SUFFIXES)}
     passed_on = {
         name: value
         for name, value in public.items()

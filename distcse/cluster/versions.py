@@ -253,3 +253,37 @@ def is_lost_event_actor(message: str) -> bool:
     Private: the format of the message. The error has no attribute with the name or class of the actor.
     """
     return "class_name: EventActor" in message
+
+
+UPLOAD_LIMIT_BYTES = 100 * 2**20
+"""Largest archive that the job API takes: `DASHBOARD_CLIENT_MAX_SIZE` of a private module, on the cluster, which tells nobody."""
+
+
+def job_headers() -> dict[str, str]:
+    """Return the headers with the token that Ray finds, if its variables ask for one, or only give one.
+
+    Private: the function. `JobSubmissionClient` does not say the cluster's version of Python.
+    """
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
+
+    headers: dict[str, str] = get_auth_headers_if_auth_enabled({})
+    return headers
+
+
+def job_client(address: str) -> Any:
+    """Return a client of the job API at this address, whichever cluster RAY_ADDRESS or RAY_API_SERVER_ADDRESS names.
+
+    With either variable, `JobSubmissionClient` ignores its argument. Private: the names of the loggers of its uploads.
+    """
+    from ray.job_submission import JobSubmissionClient
+
+    for module in ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_private.runtime_env.packaging"):
+        logging.getLogger(f"ray.{module}").setLevel(logging.WARNING)
+    hidden = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+    kept = {name: os.environ.pop(name) for name in hidden if name in os.environ}
+    try:
+        return JobSubmissionClient(address)
+    finally:
+        os.environ.update(kept)

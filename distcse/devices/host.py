@@ -148,6 +148,8 @@ def pip_install(extra: str) -> str:
     return " ".join(("pip install", *(f'"{package}"' for package in _EXTRAS[extra])))
 
 
+SECRET_SUFFIXES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
+"""Suffixes of variables that are never passed to Ray, because it logs and displays workers' environments."""
 MALLOC_ENV = {
     # By default glibc returns large blocks to the kernel after every step and faults them in again: steps are up to 5x slower.
     "MALLOC_MMAP_THRESHOLD_": "2147483648",

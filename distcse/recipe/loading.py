@@ -103,20 +103,29 @@ def read_recipe(name: str | Path, overrides: Sequence[str] = (), values: Mapping
     Raises:
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
-    document, given = _document(str(name), overrides, values)
-    return _validated(recipe_class(document), document, str(name)).with_given_keys(given).with_absolute_paths()
+    return read_as_written(name, overrides, values)[0].with_absolute_paths()
+
+
+def read_as_written(
+    name: str | Path, overrides: Sequence[str] = (), values: Mapping[str, Any] = _NO_VALUES
+) -> tuple[BaseRecipe, list[str]]:
+    """Read a recipe as `read_recipe` does, with paths as they are written; also return the names of the files it is read from."""
+    document, given, files = _document(str(name), overrides, values)
+    return _validated(recipe_class(document), document, str(name)).with_given_keys(given), files
 
 
 def read_document(name: str, overrides: Sequence[str] = ()) -> BaseRecipe | Sweep:
     """Read and validate a recipe, or a search space: a file whose only required key is `parameters`."""
-    is_space = os.path.isfile(name) and "parameters" in parse_document(_content(name), name)
+    is_space = os.path.isfile(name) and "parameters" in parse_document(read_file(name), name)
     return read_sweep(name, overrides) if is_space else read_recipe(name, overrides)
 
 
-def _document(name: str, overrides: Sequence[str], values: Mapping[str, Any]) -> tuple[Document, set[tuple[str, str]]]:
+def _document(
+    name: str, overrides: Sequence[str], values: Mapping[str, Any]
+) -> tuple[Document, set[tuple[str, str]], list[str]]:
     """Read a recipe's document and those that it extends, with the overrides and the DeepSpeed files that it names.
 
-    Also returns those of `FITTED_KEYS` that an override has, or a file that is not packaged.
+    Also returns those of `FITTED_KEYS` that an override has, or a file that is not packaged; and the names of all files.
     """
     names, documents = [name], [_read(name)]
     while EXTENDS in documents[-1]:
@@ -140,9 +149,9 @@ def _document(name: str, overrides: Sequence[str], values: Mapping[str, Any]) ->
     of_values = _with_long_names(values, kind)
     for path, value in of_values.items():
         _set(document, path, value, kind)
-    _read_in_engine_settings(document)
+    files = [*filter(_is_file, names), *_read_in_engine_settings(document)]
     paths = [*of_values, *(override.partition("=")[0] for override in overrides)]
-    return document, given | _fitted_keys_in(document, paths)
+    return document, given | _fitted_keys_in(document, paths), files
 
 
 def _fitted_keys_in(document: Document, paths: Sequence[str] | None = None) -> set[tuple[str, str]]:
@@ -181,7 +190,7 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
 
 def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = "") -> Sweep:
     """Read a packaged search space (by name) or a YAML file (by path), apply `key.path=value` overrides, and validate it."""
-    text = _content(name) if os.path.isfile(name) else _packaged_text(name, _SPACES, "search space")
+    text = read_file(name) if os.path.isfile(name) else _packaged_text(name, _SPACES, "search space")
     document = parse_document(text, name, "a search space", "parameters:")
     for override in overrides:
         _apply_override(document, override, Sweep)
@@ -208,7 +217,7 @@ def _read(name: str) -> Document:
         path = resolve_path(name)
         open_store(path.parent).fetch(path.name)
         file = str(path)
-    text = _content(file) if _is_file(name) else _packaged_text(name, _RECIPES, "recipe")
+    text = read_file(file) if _is_file(name) else _packaged_text(name, _RECIPES, "recipe")
     return parse_document(text, name)
 
 
@@ -224,7 +233,8 @@ def _packaged_text(name: str, folder: str, kind: str) -> bytes:
     return (files("distcse") / folder / f"{name}.yaml").read_bytes()
 
 
-def _content(file: str) -> bytes:
+def read_file(file: str) -> bytes:
+    """Return a file's content. Raises `RecipeNotFoundError` if it cannot be read."""
     try:
         return Path(file).read_bytes()
     except OSError as refused:
@@ -244,8 +254,12 @@ def parse_document(text: bytes | str, source: str, kind: str = "a recipe", key: 
     return document
 
 
-def _read_in_engine_settings(document: Document) -> None:
-    """Inline the DeepSpeed files that a recipe names, so that a resumed run does not depend on later changes of them."""
+def _read_in_engine_settings(document: Document) -> list[str]:
+    """Inline the DeepSpeed files that a recipe names, so that a resumed run does not depend on later changes of them.
+
+    Returns the files.
+    """
+    files = []
     for name in dict.fromkeys(key for kind in recipe_classes() for key in kind.loop_keys):
         section = document.get(name)
         file = section.get("deepspeed") if isinstance(section, dict) else None
@@ -257,6 +271,8 @@ def _read_in_engine_settings(document: Document) -> None:
             section["deepspeed"] = parse_document(
                 Path(file).read_bytes(), file, "a DeepSpeed configuration", "zero_optimization:"
             )
+            files.append(file)
+    return files
 
 
 def _value(text: str, path: str) -> Any:

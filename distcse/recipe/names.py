@@ -116,7 +116,7 @@ def load_class(code: str, key: str) -> type:
     except ModuleNotFoundError as lacking:
         raise CustomClassError(
             f"{key} is {code}, but there is no module {lacking.name!r} to import; install it, or put its folder on PYTHONPATH "
-            "(for a Ray job: --working-dir)"
+            "(`distcse submit` sends a module of the current folder)"
         ) from None
     except Exception as error:
         raise CustomClassError(
