@@ -87,24 +87,25 @@ def test_files_of_other_schedulers_pass_rays_check_name_this_version_and_resume(
         assert (job.get("image_uri") or job["resources"]["image_id"]).endswith(f":{VERSION}")
 
 
-def commands() -> list[str]:
-    """Command lines of `distcse train` in the manifests and on the pages."""
+def commands() -> list[tuple[str, str]]:
+    """The commands train and submit in the manifests and on the pages: name and words."""
     pages = (FOLDER / "README.md", ROOT / "docs" / "how-to" / "cluster.md")
     page = "\n".join(file.read_text() for file in pages).replace("\\\n", " ")
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
-    found = re.findall(r"python -m distcse\.train (.*)", blocks)
+    found = re.findall(r"(?:python -m distcse\.(train)|distcse (submit)) (.*)", blocks)
     anyscale = yaml.safe_load((FOLDER / "anyscale" / "job.yaml").read_text())["entrypoint"]
     jobs = (document(f"distcse-{name}.yaml")["spec"]["entrypoint"] for name in ("job", "autoscaling-job"))
     lines = [job.removesuffix(" || [ $? -eq 3 ]") for job in (*jobs, anyscale)]
-    return [*(line.removeprefix("python -m distcse.train ") for line in lines), *found]
+    jobs_of_files = [("train", line.removeprefix("python -m distcse.train ")) for line in lines]
+    return [*jobs_of_files, *((train or submit, words) for train, submit, words in found)]
 
 
 def test_commands_are_ones_that_the_recipe_reader_takes() -> None:
     found = commands()
     assert len(found) > 5
-    for command in found:
-        options = build_parser()[1].choices["train"].parse_intermixed_args(shlex.split(command, comments=True))
-        if options.resume is None:
+    for command, words in found:
+        options = build_parser()[1].choices[command].parse_intermixed_args(shlex.split(words, comments=True))
+        if getattr(options, "resume", None) is None and options.recipe != "my-recipe.yaml":
             read_recipe(options.recipe, [word.replace("/shared/distcse/", f"{ROOT}/") for word in options.overrides])
 
 
