@@ -118,14 +118,19 @@ def run(
 def _run_each(
     directory: Path, recipes: Mapping[int, BaseRecipe], listen: Listener | None, stop_requested: Callable[[], bool]
 ) -> Runs:
-    """Run recipes by seed, and write a report with all of them into a folder."""
+    """Run recipes by seed, and write a report with all of them into a folder; each model's card has the scores of all too."""
     done: dict[int, Run] = {}
     for seed, recipe in recipes.items():
         done[seed] = run(recipe, listen=listen, stop_requested=stop_requested)
         if done[seed].interrupted:
             break
     runs = Runs(done, directory)
-    return runs if runs.scores is None else replace(runs, reports=runs.scores.write(directory))
+    if (scores := runs.scores) is None:
+        return runs
+    for seed, each in done.items():
+        cards = [replace(card, evaluated_as=f"{card.evaluated_as}, seed {seed}") for card in each.result.cards]
+        write_cards(replace(each.result, evaluation=scores.evaluation, cards=cards))
+    return replace(runs, reports=scores.write(directory))
 
 
 def distill(

@@ -184,7 +184,8 @@ def test_seeds_with_a_loss_of_ones_own(
     means = str(runs.scores)
     assert "student, seed 2" in means and "mean ± standard deviation" in means and "student, seed 1" in means
     assert {file.name for file in runs.reports} == {"report.html", "report.md"}
-    assert "mean ± standard deviation" in (runs.directory / "report.md").read_text()
+    for page in (runs.directory / "report.md", *(run.model / "README.md" for run in runs)):
+        assert "mean ± standard deviation" in page.read_text()
 
     (stored,) = (tmp_path / "cache" / "texts").iterdir()
     capsys.readouterr()
