@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 from distcse.api.results import Run, Runs
 from distcse.checks import require
@@ -46,9 +46,6 @@ from distcse.storage import find_model, resolve_path
 from distcse.teachers.comparison import TeacherComparison
 from distcse.teachers.comparison import compare as compare_teachers
 from distcse.text.given import corpus_values
-
-if TYPE_CHECKING:
-    pass
 
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -127,7 +124,9 @@ def _run_each(
     runs = Runs(done, directory)
     if (scores := runs.scores) is None:
         return runs
-    for seed, each in done.items():
+    for seed, each in (
+        done.items() if len(done) > 1 else ()
+    ):  # a single run's card has its scores, under its models' names
         cards = [replace(card, evaluated_as=f"{card.evaluated_as}, seed {seed}") for card in each.result.cards]
         write_cards(replace(each.result, evaluation=scores.evaluation, cards=cards))
     return replace(runs, reports=scores.write(directory))

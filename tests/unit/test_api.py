@@ -187,6 +187,16 @@ def test_seeds_with_a_loss_of_ones_own(
     for page in (runs.directory / "report.md", *(run.model / "README.md" for run in runs)):
         assert "mean ± standard deviation" in page.read_text()
 
+    one = distcse.run(
+        tmp_path / "recipe.yaml",
+        f"storage.run_id={runs.directory.name}",
+        values=few,
+        texts=sentences[:64],
+        losses={"pull": Pull(0.5)},
+        seeds=[1],
+    )
+    for run in (*runs, *one):
+        assert "model-index" in (run.model / "README.md").read_text()
     (stored,) = (tmp_path / "cache" / "texts").iterdir()
     capsys.readouterr()
     words = ["train", str(tmp_path / "recipe.yaml"), "training.max_steps=3", f"objective.custom.pull={PULL}"]
