@@ -5,20 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distcse.devices.device import default_device
-from distcse.errors import (
-    CorpusTooSmallError,
-    ExportError,
-    UnsupportedModelError,
-)
-from distcse.evaluation import (
-    Contamination,
-    VectorModel,
-    labelled_dev,
-    sts_score,
-)
+from distcse.errors import CorpusTooSmallError, ExportError, UnsupportedModelError
+from distcse.evaluation import Contamination, VectorModel, labelled_dev, sts_score
 from distcse.events import Listener, StageProgress
 from distcse.models import Encoder, is_cross_encoder, resolve_model
 from distcse.models.onnx import ExportResult, export_encoder, require_onnx
@@ -28,9 +18,6 @@ from distcse.recipe import CorpusSection
 from distcse.report.progress import open_listener
 from distcse.storage import find_model, resolve_path
 from distcse.text import source_rows
-
-if TYPE_CHECKING:
-    pass
 
 
 def rank(

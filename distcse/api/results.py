@@ -5,20 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from distcse.devices.device import default_device, use_available_cpus
-from distcse.errors import (
-    ArgumentError,
-    EvaluationOptionError,
-)
-from distcse.evaluation import (
-    NO_LIMITS,
-    Choice,
-    Limits,
-    LoadOptions,
-)
+from distcse.errors import ArgumentError, EvaluationOptionError
+from distcse.evaluation import NO_LIMITS, Choice, Limits, LoadOptions
 from distcse.evaluation.results import number_runs
 from distcse.evaluation.suites import SUITES
 from distcse.evaluation.tasks.sts import AGGREGATES
@@ -89,7 +82,7 @@ class Run:
         return f"<Run {self.directory.name}{', interrupted' if self.interrupted else ''}>"
 
     def _repr_markdown_(self) -> str:
-        return f"`{self!r}`\n\n{self.scores._repr_markdown_() if self.scores else ''}"
+        return _markdown(self)
 
     def encoder(self) -> Encoder:
         """Load the student."""
@@ -153,7 +146,7 @@ class Runs(Sequence[Run]):
         """Whether a model of a run has a better dev score than its start; True without dev scores."""
         return any(run.improved for run in self)
 
-    @property
+    @cached_property
     def scores(self) -> Scores | None:
         """Scores of all runs, with means and standard deviations; None if nothing was evaluated."""
         found = {seed: run.result.evaluation for seed, run in self.by_seed.items() if run.result.evaluation is not None}
@@ -163,7 +156,7 @@ class Runs(Sequence[Run]):
         return f"<Runs {self.directory.name}: seeds {', '.join(map(str, self.by_seed))}>"
 
     def _repr_markdown_(self) -> str:
-        return f"`{self!r}`\n\n{self.scores._repr_markdown_() if self.scores else ''}"
+        return _markdown(self)
 
     def compare(
         self,
@@ -174,6 +167,12 @@ class Runs(Sequence[Run]):
     ) -> Scores:
         """Compare the models of all runs with another one; see `Run.compare`."""
         return _compare(_models_of({"student": self}), self[0].result.reference, data, against, listen)
+
+
+def _markdown(shown: Run | Runs) -> str:
+    """Return what notebooks show."""
+    scores = shown.scores
+    return f"`{shown!r}`\n\n{'' if scores is None else scores._repr_markdown_()}"
 
 
 def evaluate(

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,12 +41,8 @@ def merged(evaluations: Mapping[int, Evaluation]) -> Evaluation:
         _renamed(evaluation, {name: f"{name}, seed {seed}" for name in varying})
         for seed, evaluation in evaluations.items()
     ]
-    models = {
-        about.name: about
-        for position in range(len(names))
-        for run in runs
-        for about in run.models[position : position + 1]
-    }
+    by_place = zip_longest(*(run.models for run in runs))  # a stop leaves the last ones out
+    models = {about.name: about for abouts in by_place for about in abouts if about is not None}
     scores: dict[tuple[str, str, str], Score] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
     for run in runs:
