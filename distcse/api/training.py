@@ -14,9 +14,7 @@ from distcse.checks import require
 from distcse.cluster.backend import choose_backend
 from distcse.devices.device import use_available_cpus
 from distcse.devices.process import refuse_launchers
-from distcse.errors import (
-    ArgumentError,
-)
+from distcse.errors import ArgumentError
 from distcse.events import Listener, LogMessage, Reporter
 from distcse.models import Encoder, resolve_model
 from distcse.models.st_format import default_pooling
@@ -46,7 +44,6 @@ from distcse.storage import find_model, resolve_path
 from distcse.teachers.comparison import TeacherComparison
 from distcse.teachers.comparison import compare as compare_teachers
 from distcse.text.given import corpus_values
-
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

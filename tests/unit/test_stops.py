@@ -426,7 +426,7 @@ _RUN, _PASS = "test_a_stop_before_training_ends_the_run_at_once", "test_an_opera
 _MUTUAL = "test_a_stop_before_the_first_phase_ends_the_run_at_once"
 _EVALUATION = "test_stopped_evaluation.py"
 ASKS = {
-    "cli/jobs:_submit": "`Job.follow`, without `StopOnSignal`: a signal ends the command, and the job goes on",
+    "cli/jobs:_submit": "`Job.follow`, without `StopOnSignal`: a signal ends the command, and the job continues",
     "cli/jobs:_follow": "as _submit",
     "cli/jobs:_logs": "as _submit",
     "evaluation/conversion:convert": "without `StopOnSignal`: a signal ends `distcse data` at once, and complete sets stay",
