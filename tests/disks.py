@@ -28,13 +28,19 @@ class Disk:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Context manager: refuse files of more than 4 KiB, or all writes for the kind `read-only`."""
+        """Context manager: refuse files of more than 4 KiB, or all writes for the kind `read-only`.
+
+        A module imported meanwhile isn't cached: Python would keep the first 4 KiB, and no later process could import it.
+        """
         if self.kind == "limited":
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            caches = sys.dont_write_bytecode
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            sys.dont_write_bytecode = True
             try:
                 yield
             finally:
+                sys.dont_write_bytecode = caches
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         elif self.kind == "read-only":
             _run("mount", "-o", "remount,ro", str(self.path))
