@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import product
@@ -77,6 +78,14 @@ def speeds_are_of_one_call() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distcse.evaluation.evaluation.BUDGET_S", 0.0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_thread_uses_ray_afterwards() -> Iterator[None]:
+    """Fail a test that leaves a thread of ours that uses Ray: while Ray is shut down, it would end the process."""
+    yield
+    names = {thread.name.partition("_")[0] for thread in threading.enumerate()}
+    assert not names & {"autoscaling", "heartbeat-monitor", "metrics", "trainer"}
 
 
 def data_folder() -> Path:

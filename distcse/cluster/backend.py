@@ -98,7 +98,7 @@ class RayBackend(Backend):
 
     cluster: RayCluster = RayCluster()
 
-    def metered(self, reporter: Reporter, run: str) -> Reporter:
+    def metered(self, reporter: Reporter, run: str) -> AbstractContextManager[Reporter]:
         from distcse.cluster.metrics import metered
 
         return metered(reporter, run)

@@ -7,10 +7,9 @@ no metrics.
 from __future__ import annotations
 
 import threading
-import time
-from weakref import ref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import ray
 from ray.util.metrics import Counter, Gauge
 
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StageProgress, StepReport
@@ -40,10 +39,7 @@ _REFRESH_S = 1.0
 
 
 class RunMetrics:
-    """Records the events of a run, by its folder's name, as metrics.
-
-    Gauges keep their values while the object lives, although Ray drops a gauge that is not set for two export intervals.
-    """
+    """Records the events of a run, by its folder's name, as metrics."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -52,7 +48,6 @@ class RunMetrics:
         self._embedded = Counter(_EMBEDDED, text, (*_TAGS, *tags))
         self._values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         self._counted: dict[str, int] = {}
-        threading.Thread(target=_refresh, args=[ref(self)], name="metrics", daemon=True).start()
 
     def on_event(self, event: Event) -> None:
         """Record an event's values; ignore events without any."""
@@ -70,7 +65,7 @@ class RunMetrics:
             self._set("distcse_phase", event.phase_index, group=group)
 
     def refresh(self) -> None:
-        """Set all gauges to their current values."""
+        """Set all gauges to their current values: Ray drops a gauge that is not set for two export intervals."""
         for (name, tags), value in list(self._values.items()):
             self._gauges[name].set(value, dict(tags))
 
@@ -99,21 +94,29 @@ class RunMetrics:
             self._set("distcse_table_hit_rate", hit_rate, group=group, teacher=teacher)
 
 
-def _refresh(metrics: ref[RunMetrics]) -> None:
-    """Set a run's gauges again every second, until its metrics are deleted."""
-    while (found := metrics()) is not None:
-        if ray.is_initialized():
-            found.refresh()
-        del found
-        time.sleep(_REFRESH_S)
+@contextmanager
+def metered(reporter: Reporter, run: str) -> Iterator[Reporter]:
+    """Context manager: a reporter that also records events as metrics of a run until the block ends. Ray must be initialized.
 
-
-def metered(reporter: Reporter, run: str) -> Reporter:
-    """Return a reporter that also records events as metrics of a run. Ray must be initialized."""
+    Gauges keep their values during the block. Nothing here uses Ray afterwards: that would end the process if Ray is just
+    being shut down.
+    """
     metrics = RunMetrics(run)
+    ended = threading.Event()
 
     def emit(event: Event) -> None:
-        metrics.on_event(event)
+        if not ended.is_set():
+            metrics.on_event(event)
         reporter.emit(event)
 
-    return Reporter(emit, reporter.stop_requested)
+    def refresh() -> None:
+        while not ended.wait(_REFRESH_S):
+            metrics.refresh()
+
+    thread = threading.Thread(target=refresh, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield Reporter(emit, reporter.stop_requested)
+    finally:
+        ended.set()
+        thread.join()

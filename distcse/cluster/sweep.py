@@ -9,7 +9,7 @@ Like `distcse.cluster.backend`, it imports Ray only in its functions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ class TrialBackend(LocalBackend):
         self._servers = servers
         self._in_own_process = in_own_process
 
-    def metered(self, reporter: Reporter, run: str) -> Reporter:
+    def metered(self, reporter: Reporter, run: str) -> AbstractContextManager[Reporter]:
         from distcse.cluster.metrics import metered
 
         return metered(reporter, run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -33,6 +33,7 @@ from distcse.cluster.versions import (
     silence_train_reports,
     start_autoscaling_coordinator,
     torch_backend,
+    train_controller,
     trainer_without_datasets,
 )
 from distcse.devices.gpu_plan import process_group_backend
@@ -63,6 +64,8 @@ _START_WARNING_S = 50.0
 FAILURE_WAIT_S = 10.0
 """Seconds that the other workers get, after one's error, to return theirs; then they are killed, unless one writes a
 checkpoint."""
+_END_S = 10.0
+"""Seconds that Ray Train's thread gets to end after its controller was killed."""
 
 
 def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, reporter: Reporter) -> TrainResult:
@@ -166,14 +169,26 @@ def _run_trainer(
     except RayActorError as lost:  # not a worker: Ray Train restarts those, or raises TrainingFailedError
         raise _explain_actor_loss(lost, spec) from lost
     finally:
-        # Not awaited: a second Ctrl-C must not wait for the trainer, which ends with the cluster.
         thread.shutdown(wait=False)
         channel.close()
+        _end_trainer(running)
     if returned is None:
         raise ProcessLostError(
             f"the run lost its result, which its event channel no longer has; resume it: --resume {spec.run}"
         )
     return result_unless_paused(returned, is_pausing and not reporter.stop_requested())
+
+
+def _end_trainer(running: Future[Any]) -> None:
+    """Wait for the end of Ray Train's thread, and end its controller, and so its workers, where there still is one.
+
+    A thread that uses Ray while Ray is shut down ends the process. The wait is limited, because a lost head answers nothing.
+    """
+    deadline = time.monotonic() + _END_S
+    while not running.done() and time.monotonic() < deadline:
+        if (controller := train_controller()) is not None:
+            ray.kill(controller)
+        wait([running], timeout=0.2)
 
 
 def result_unless_paused(returned: TrainResult | DistcseError, is_paused: bool) -> TrainResult | None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 OLDEST, FIRST_UNSUPPORTED = (2, 53), (2, 61)
@@ -146,6 +147,21 @@ def trainer_without_datasets() -> type[Any]:
             return [callback for callback in callbacks if not isinstance(callback, getattr(datasets, name))]
 
     return TrainerWithoutDatasets
+
+
+def train_controller() -> Any | None:
+    """Return the actor that `TorchTrainer.fit` waits for on a thread of this process; None before it exists and after its end.
+
+    Private: the local variable of `TorchTrainer._initialize_and_run_controller`, which hands the actor out only on the main
+    thread.
+    """
+    for frame in sys._current_frames().values():
+        caller: FrameType | None = frame
+        while caller is not None:
+            if caller.f_code.co_name == "_initialize_and_run_controller":
+                return caller.f_locals.get("controller")
+            caller = caller.f_back
+    return None
 
 
 def torch_backend() -> type[Any]:

@@ -143,9 +143,9 @@ class Backend(ABC):
         """
         return lambda: value
 
-    def metered(self, reporter: Reporter, run: str) -> Reporter:
-        """Return a reporter that also exports its events as metrics of `run`, if the backend has an exporter."""
-        return reporter
+    def metered(self, reporter: Reporter, run: str) -> AbstractContextManager[Reporter]:
+        """Context manager: a reporter that also exports its events as metrics of `run`, if the backend has an exporter."""
+        return nullcontext(reporter)
 
 
 class LocalBackend(Backend):

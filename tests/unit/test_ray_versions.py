@@ -51,6 +51,13 @@ def test_a_trainer_creates_the_callback_of_datasets_and_runs_without_it() -> Non
     assert len(left) == len(callbacks) - 1
 
 
+def test_a_trainer_has_its_controller_in_the_variable_that_is_read() -> None:
+    from ray.train.torch import TorchTrainer
+
+    assert "controller" in TorchTrainer._initialize_and_run_controller.__code__.co_varnames
+    assert versions.train_controller() is None
+
+
 def test_the_backend_of_torch_can_be_replaced() -> None:
     from ray.train.torch import TorchConfig
 

@@ -158,7 +158,7 @@ class Distillation(Experiment[Recipe]):
             with track_run(recipe, directory.store, reporter.emit) as tracked, ExitStack() as joined:
                 reporter = tracked.relay(reporter)
                 joined.enter_context(joined_for_run(recipe, backend.cluster, directory.path))
-                reporter = backend.metered(reporter, directory.path.name)
+                reporter = joined.enter_context(backend.metered(reporter, directory.path.name))
                 tables = prepared.tables(backend, reporter, verifies=not is_trial)
                 if not is_trial:
                     report_warnings(band_warnings(recipe, corpus, keep=True), reporter)

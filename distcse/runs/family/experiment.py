@@ -205,10 +205,12 @@ def prepare_targets(prepared: PreparedCorpus, directory: RunDirectory, backend: 
         Whether there is a projection. There is none if the targets are the vectors of one teacher of the students' width.
     """
     require_shared_projection(prepared.recipe, prepared.corpus, directory)
-    with joined_for_run(prepared.recipe, backend.cluster, directory.path):
-        reporter = backend.metered(reporter, directory.path.name)
-        tables = prepared.tables(backend, reporter)
-        targets = prepared.spec(directory, tables, backend, reporter).targets
+    with (
+        joined_for_run(prepared.recipe, backend.cluster, directory.path),
+        backend.metered(reporter, directory.path.name) as metered,
+    ):
+        tables = prepared.tables(backend, metered)
+        targets = prepared.spec(directory, tables, backend, metered).targets
     return targets is not None and targets.projection is not None
 
 

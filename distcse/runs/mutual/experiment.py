@@ -157,12 +157,14 @@ class MutualDistillation(Experiment[MutualRecipe]):
             with track_run(recipe, directory.store, reporter.emit) as tracked:
                 reporter = tracked.relay(reporter)
                 needs, plan = group_needs(recipe, groups), partial(plan_groups, recipe, groups)
-                with needs.joined(backend.cluster, plan, directory.path) as resources:
-                    reporter = backend.metered(reporter, directory.path.name)
-                    reporters = [reporter.of_group(group.name) for group in groups]
+                with (
+                    needs.joined(backend.cluster, plan, directory.path) as resources,
+                    backend.metered(reporter, directory.path.name) as metered,
+                ):
+                    reporters = [metered.of_group(group.name) for group in groups]
                     with backend.open_groups(contexts, reporters, resources) as opened:
                         exchange = LabelExchange(recipe, store, ending, caller.stop_requested)
-                        interrupted = run_groups(recipe, opened, store, exchange, reporter)
+                        interrupted = run_groups(recipe, opened, store, exchange, metered)
                 best = [] if interrupted else save_best(recipe, contexts, store)
                 final = FinalScores(None, stopped=interrupted)
                 if not interrupted:
