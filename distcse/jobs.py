@@ -65,7 +65,8 @@ class JobCluster:
             url = f"{self.section.address}/api/v0/cluster_metadata"
             answer = requests.get(url, headers=job_headers(), timeout=_TIMEOUT_S)
         if answer.status_code in (401, 403):
-            raise RayConnectionError(f"cluster {self.name} refuses the token; set RAY_AUTH_TOKEN to the cluster's")
+            refuses = "needs a" if answer.status_code == 401 else "refuses the"
+            raise RayConnectionError(f"cluster {self.name} {refuses} token; set RAY_AUTH_TOKEN to the cluster's")
         try:
             found = answer.json()["data"]
             self.ray, self.python = str(found["rayVersion"]), str(found["pythonVersion"])

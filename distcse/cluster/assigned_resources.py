@@ -23,7 +23,7 @@ def use_assigned() -> None:
 def use_gpus(gpus: float | None = None) -> None:
     """Restrict an actor's process to its GPUs, by default those that Ray assigned. Call it before PyTorch initializes CUDA.
 
-    All GPUs are hidden from an actor that reserved none, because Ray's newer versions leave `CUDA_VISIBLE_DEVICES` as it is for
+    All GPUs are hidden from an actor that reserved none, because Ray leaves `CUDA_VISIBLE_DEVICES` as it is for
     `num_gpus=0`. An actor with a fraction of a GPU gets that fraction of its memory, so that it cannot exhaust that of others.
     """
     gpus = _assigned("GPU", 0.0) if gpus is None else gpus

@@ -22,8 +22,10 @@ from distcse.cluster.versions import (
     BEFORE_IMPORT,
     LOCAL_CLUSTER,
     find_long_socket_path,
+    finds_token,
     silence_sigterm_warning,
     temporary_folder,
+    use_given_token,
 )
 from distcse.devices import host
 from distcse.errors import DistcseError, RayConnectionError
@@ -76,6 +78,8 @@ class StartingCluster:
         if config.address is None:
             _set_local_environment()  # not in the thread: Ray can be imported as soon as this returns
             atexit.register(self.end)  # it waits for the start, because exiting earlier leaves Ray processes behind
+        else:
+            use_given_token()
         self._thread.start()
 
     @property
@@ -105,8 +109,9 @@ class StartingCluster:
             address, load = self.config.address, f"{os.getloadavg()[0]:.1f} on {host.cpus()} CPUs"
             failed = f"join the Ray cluster at {address}" if address else f"start Ray here (load {load})"
             fix = fix_of_joining(error) if address else _fix_of_starting(error)
+            reason = str(error).partition(". Ensure that the token ")[0]  # five sentences of advice from Ray follow
             raise RayConnectionError(
-                f"cannot {failed}: {error}; {fix}, or run without Ray: training.workers=0 for a student, ray=false for groups"
+                f"cannot {failed}: {reason}; {fix}, or run without Ray: training.workers=0 for a student, ray=false for groups"
             ) from error
 
     def end(self) -> None:
@@ -231,6 +236,8 @@ def fix_of_joining(error: Exception) -> str:
         "unauthenticated|auth.*token", str(error), re.IGNORECASE
     ):
         return "set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on the cluster"
+    if "Failed to connect to Ray cluster" in str(error):  # also where it refuses the token, which Ray only logs
+        return "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN if the cluster asks for one, or correct RAY_ADDRESS"
     return "start the cluster, or correct RAY_ADDRESS"
 
 
@@ -297,8 +304,10 @@ def worker_environment(gpus: float) -> dict[str, str]:
 def _set_local_environment() -> None:
     """Set Ray's variables for a local cluster; variables that the user has set are kept."""
     settings = dict(LOCAL_CLUSTER)
-    if "RAY_AUTH_MODE" not in os.environ:
-        # A token protects the cluster's ports. Passed in the environment, it is written to no file.
+    mode = os.environ.get("RAY_AUTH_MODE", "").lower()
+    if not mode or (mode == "token" and not finds_token()):
+        # A token protects the cluster's ports. Passed in the environment, it is written to no file; without one, Ray would write
+        # ~/.ray/auth_token, which other users can read.
         settings["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     if "ray" not in sys.modules:
         settings.update(BEFORE_IMPORT)

@@ -28,8 +28,6 @@ class _Taken(NamedTuple):
     """Actors of the workers by rank, with the ids of their nodes."""
     has_finished: bool
     """Whether rank 0 has finished."""
-    returned: bytes | None
-    """The value that rank 0 has sent."""
     failure: bytes | None
     """The error that ended a worker."""
     events: list[Event]
@@ -48,18 +46,17 @@ class EventActor:
         self._workers: dict[int, tuple[Any, str]] = {}
         self._failure: bytes | None = None
         self._finished = False
-        self._returned: bytes | None = None  # not unpickled here, which would import PyTorch
 
     def start(self, rank: int, worker: Any, host: str) -> None:
         """Record a worker's actor and the id of its node; a restarted one calls this again."""
         self._workers[rank] = worker, host
         if rank == 0:
-            self._finished, self._returned, self._failure = False, None, None
+            self._finished, self._failure = False, None
 
-    def finish(self, rank: int, returned: bytes | None) -> None:
-        """Record that rank 0 has finished, so that the end of its actor is no loss, and the value that it sends."""
+    def finish(self, rank: int) -> None:
+        """Record that rank 0 has finished, so that the end of its actor is no loss."""
         if rank == 0:
-            self._finished, self._returned = True, returned
+            self._finished = True
 
     def fail(self, error: bytes) -> None:
         """Record the error that ended a worker, the first if there are several."""
@@ -73,7 +70,7 @@ class EventActor:
     def take(self) -> _Taken:
         """Return what is known of the workers, and the new events."""
         events, self._events = self._events, []
-        return _Taken(self._workers, self._finished, self._returned, self._failure, events)
+        return _Taken(self._workers, self._finished, self._failure, events)
 
     def stop(self) -> None:
         """Request that the run stops."""
@@ -98,7 +95,6 @@ class EventChannel:
         self._workers: dict[int, tuple[Any, str]] = {}
         self._is_pausing = False
         self._finished = False
-        self._returned: bytes | None = None
         self._taking: Any = None
         self._failure: bytes | None = None
         self._failed_at = 0.0
@@ -129,7 +125,7 @@ class EventChannel:
         answer, self._taking = self._taking, None
         taken: _Taken = ray.get(answer)
         self._workers |= taken.workers  # a restarted actor knows none
-        self._finished, self._returned = taken.has_finished, taken.returned
+        self._finished = taken.has_finished
         if taken.failure is not None and self._failure is None:
             self._failed_at = time.monotonic()
         self._failure = taken.failure
@@ -167,10 +163,6 @@ class EventChannel:
         """Kill the processes of all workers."""
         for worker, _ in self._workers.values():
             ray.kill(worker)
-
-    def returned(self) -> Any:
-        """Return the value that rank 0 had sent at the last `relay`; None if the actor has lost it in a restart."""
-        return None if self._returned is None else ray.cloudpickle.loads(self._returned)
 
     def close(self) -> None:
         """Kill the actor."""
@@ -222,11 +214,10 @@ def announce_failure(actor: Any, error: DistcseError) -> None:
         ray.get(actor.fail.remote(ray.cloudpickle.dumps(error)), timeout=_ANSWER_TIMEOUT_S)
 
 
-def announce_end(actor: Any, rank: int, returned: Any) -> None:
+def announce_end(actor: Any, rank: int) -> None:
     """In a worker: report to the driver that it has finished, so that the end of its process is no loss."""
-    sent = None if returned is None or rank else ray.cloudpickle.dumps(returned)
     with suppress(RayActorError, GetTimeoutError):
-        ray.get(actor.finish.remote(rank, sent), timeout=_ANSWER_TIMEOUT_S)
+        ray.get(actor.finish.remote(rank), timeout=_ANSWER_TIMEOUT_S)
 
 
 def flush(actor: Any) -> None:

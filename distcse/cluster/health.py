@@ -14,7 +14,13 @@ from typing import Any
 from distcse.checks import Check, answers, fail, ok, warn
 from distcse.cluster.cluster import fix_of_joining
 from distcse.cluster.nodes import alive, this_machine
-from distcse.cluster.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file, find_long_socket_path
+from distcse.cluster.versions import (
+    FIRST_UNSUPPORTED,
+    OLDEST,
+    current_cluster_file,
+    find_long_socket_path,
+    use_given_token,
+)
 from distcse.devices.device import local_speed
 from distcse.devices.resources import Node, format_nodes
 from distcse.errors import ClusterTooSmallError, DistcseError, EncoderError, StorageWriteError
@@ -115,6 +121,7 @@ def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe |
         sockets = find_long_socket_path()
         too_long = [] if sockets is None else [fail("ray folder", *sockets)]
         return [ok("cluster", found), *too_long, *_resources(experiment, [this_machine()])]
+    use_given_token()
     import ray
 
     was_up = ray.is_initialized()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distcse.cluster.cluster import wait_for_ray
-from distcse.cluster.versions import SEES_ALL_GPUS, draining_nodes
+from distcse.cluster.versions import draining_nodes
 from distcse.devices.cluster import ClusterSpeeds
 from distcse.devices.resources import Node, ResourceRequest, Resources, find_shortfall
 from distcse.errors import ClusterTooSmallError, StoppedEarlyError, last_line
@@ -115,7 +115,7 @@ def cluster_speeds() -> ClusterSpeeds:
     own_id, nodes = ray.get_runtime_context().get_node_id(), alive()
     asked = [node for node in nodes if node.id != own_id or (node.resources.get("GPU") and not has_gpu())]
     # `max_calls` frees the process's CUDA context.
-    speeds = ask_nodes(asked, _local_speeds, max_calls=1, runtime_env={"env_vars": SEES_ALL_GPUS})
+    speeds = ask_nodes(asked, _local_speeds, max_calls=1)
     for answer in speeds.values():
         if isinstance(answer, ray.exceptions.RayTaskError):  # the node works, and the function does not
             raise answer
@@ -240,3 +240,18 @@ class DrainNotices:
         self._checked_at = now
         leaving = draining_nodes()
         return len(leaving & hosts()) if leaving else 0
+
+
+def own_node_drains() -> Callable[[], bool]:
+    """Return a function that tells whether Ray drains this process's node. It asks Ray every 2 s."""
+    import ray
+
+    notices, own = DrainNotices(), {ray.get_runtime_context().get_node_id()}
+    is_drained = False
+
+    def drains() -> bool:
+        nonlocal is_drained
+        is_drained = is_drained or notices.count(lambda: own) > 0
+        return is_drained
+
+    return drains

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.train
 from ray.exceptions import RayActorError
-from ray.train import RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from distcse.cluster.assigned_resources import use_interface_of
 from distcse.cluster.cluster import was_started_here, worker_environment
@@ -27,8 +27,6 @@ from distcse.cluster.nodes import (
     responsive_nodes,
 )
 from distcse.cluster.versions import (
-    failure_config,
-    has_returned_value,
     is_lost_event_actor,
     silence_train_reports,
     start_autoscaling_coordinator,
@@ -71,7 +69,7 @@ _END_S = 10.0
 def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, reporter: Reporter) -> TrainResult:
     """Run `train_student` in Ray Train workers, and restart them from the last checkpoint when a worker or node is lost.
 
-    Ray Train restarts a fixed number of workers (`failure_config`); the loop here starts a new trainer with as many workers as
+    Ray Train restarts a fixed number of workers (`FailureConfig`); the loop here starts a new trainer with as many workers as
     the nodes that are left can take (`training.min_workers`).
 
     A node that Ray drains, as after a preemption notice, makes the workers write a checkpoint before it is lost.
@@ -162,8 +160,7 @@ def _run_trainer(
             time.sleep(0.2)
         for _ in range(2):  # the first may read the answer of a call from before the end
             channel.relay(reporter)
-        finished = running.result()
-        returned = finished.return_value if has_returned_value() else channel.returned()
+        returned = running.result().return_value
     except ray.train.TrainingFailedError as failed:
         raise _explain_failure(failed) from failed
     except RayActorError as lost:  # not a worker: Ray Train restarts those, or raises TrainingFailedError
@@ -172,10 +169,6 @@ def _run_trainer(
         thread.shutdown(wait=False)
         channel.close()
         _end_trainer(running)
-    if returned is None:
-        raise ProcessLostError(
-            f"the run lost its result, which its event channel no longer has; resume it: --resume {spec.run}"
-        )
     return result_unless_paused(returned, is_pausing and not reporter.stop_requested())
 
 
@@ -223,9 +216,9 @@ def _make_trainer(spec: TrainSpec, servers: Any, channel: EventChannel, workers:
             name=f"{spec.run.name}-{time.time_ns()}",
             storage_path=str(spec.run / "ray"),
             # An elastic run is started again with the number of workers that fits.
-            failure_config=failure_config(
-                0 if is_elastic else training.max_failures, restarts_after_preemption=not is_elastic
-            ),
+            failure_config=FailureConfig(max_failures=0, max_preemption_failures=0)
+            if is_elastic
+            else FailureConfig(max_failures=training.max_failures),
             worker_runtime_env={"env_vars": worker_environment(gpus)},
         ),
     )
@@ -266,7 +259,7 @@ def _train_loop_per_worker(config: dict[str, Any]) -> TrainResult | DistcseError
         # Returned, not raised: Ray Train would restart the workers.
         return ProcessLostError("the driver ended before its workers started; resume with --resume")
     result = _train_on_rank(rank, config)
-    announce_end(config["events"], rank, None if has_returned_value() else result)
+    announce_end(config["events"], rank)
     return result
 
 

@@ -1,9 +1,8 @@
 """Everything that depends on Ray's version: the supported versions, private names, and environment variables of its internals.
 
 Each private name says why the public API is not enough. `tests/unit/test_ray_versions.py` finds names that a new version moved.
-Nothing is imported before it is used: `cluster` sets the variables of `BEFORE_IMPORT` before Ray is imported. Tried with Ray
-2.53.0 and 2.60.0. Older versions have no tokens, so that a local cluster's ports would be open to every user of the machine, and
-`ScalingConfig` has no `label_selector`.
+Nothing is imported before it is used: `cluster` sets the variables of `BEFORE_IMPORT` before Ray is imported. Tried with each
+minor version from 2.58 to 2.60. Before 2.58, `FailureConfig` has no `max_preemption_failures`.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-OLDEST, FIRST_UNSUPPORTED = (2, 53), (2, 61)
+from distcse.errors import RayConnectionError
+
+OLDEST, FIRST_UNSUPPORTED = (2, 58), (2, 61)
 """Supported versions: from `OLDEST` up to, and without, `FIRST_UNSUPPORTED`; as in pyproject.toml."""
 
 BEFORE_IMPORT = {
@@ -26,10 +26,7 @@ BEFORE_IMPORT = {
     # `dashboard_host` for the dashboard's port, and no argument for the others.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""Variables that Ray reads on import. If other code has imported Ray before, its default already requires a token."""
-
-SEES_ALL_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Variables with which Ray does not hide GPUs from a process that reserves none: the default of 2.60, not of 2.53."""
+"""Variables that Ray reads on import. If other code has imported Ray before, it requires a token by default, from 2.59 on."""
 
 LOCAL_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -42,7 +39,6 @@ LOCAL_CLUSTER = {
     # With Ray's niceness of 15, workers get a thirtieth of what another program's processes get, and hardly start next to four
     # of these on two CPUs. `ray.init` has no such setting.
     "RAY_worker_niceness": "0",
-    **SEES_ALL_GPUS,
 }
 """Variables of a local cluster's processes."""
 
@@ -96,34 +92,11 @@ def start_autoscaling_coordinator() -> None:
     get_or_create_autoscaling_coordinator()
 
 
-def has_returned_value() -> bool:
-    """Return whether Ray Train's `Result` has what rank 0's train loop returned, as from Ray 2.56.
-
-    Before, the worker sends it over the event channel.
-    """
-    from ray.train import Result
-
-    return "return_value" in {field.name for field in fields(Result)}
-
-
-def failure_config(max_failures: int, restarts_after_preemption: bool) -> Any:
-    """Return Ray Train's `FailureConfig`.
-
-    From Ray 2.58, losses of preempted workers count separately, and are repeated without a limit by default.
-    """
-    from ray.train import FailureConfig
-
-    limit = "max_preemption_failures"
-    has_limit = limit in {field.name for field in fields(FailureConfig)}
-    preemption = {} if restarts_after_preemption or not has_limit else {limit: 0}
-    return FailureConfig(max_failures=max_failures, **preemption)
-
-
 def draining_nodes() -> frozenset[str]:
     """Return the ids of the nodes that Ray drains: after a preemption notice, or because an autoscaler ends them.
 
-    Private: the function. `ray.nodes` and the state API list these nodes as alive. `ray.train.get_preemption_info` exists from
-    Ray 2.58, and only in workers, all of which must call it together.
+    Private: the function. `ray.nodes` and the state API list these nodes as alive. `ray.train.get_preemption_info` exists only in
+    workers, all of which must call it together.
     """
     from ray._private.state import state
 
@@ -134,17 +107,15 @@ def trainer_without_datasets() -> type[Any]:
     """Return `TorchTrainer` without the callback that shards Ray datasets: no run has one, and its process costs a second.
 
     Private: the callback's class, and `TorchTrainer._create_default_callbacks`. `RunConfig(callbacks=…)` adds callbacks and
-    cannot remove this one; `TorchTrainer(datasets=None)` keeps it. Before Ray 2.54, the class has another name.
+    cannot remove this one; `TorchTrainer(datasets=None)` keeps it.
     """
     from ray.train.torch import TorchTrainer
-    from ray.train.v2._internal.callbacks import datasets
-
-    name = "DatasetsCallback" if hasattr(datasets, "DatasetsCallback") else "DatasetsSetupCallback"
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
     class TrainerWithoutDatasets(TorchTrainer):  # type: ignore[misc]
         def _create_default_callbacks(self) -> list[Any]:
             callbacks = super()._create_default_callbacks()
-            return [callback for callback in callbacks if not isinstance(callback, getattr(datasets, name))]
+            return [callback for callback in callbacks if not isinstance(callback, DatasetsCallback)]
 
     return TrainerWithoutDatasets
 
@@ -275,16 +246,39 @@ UPLOAD_LIMIT_BYTES = 100 * 2**20
 """Largest archive that the job API takes: `DASHBOARD_CLIENT_MAX_SIZE` of a private module, on the cluster, which tells nobody."""
 
 
+def finds_token() -> bool:
+    """Return whether Ray finds a token: in a variable, in the file that one names, or in its default file."""
+    return _is_token_given() or Path("~/.ray/auth_token").expanduser().exists()
+
+
+def use_given_token() -> None:
+    """Let Ray use the token that a variable gives also if no other asks for one. Call it before Ray is imported."""
+    if _is_token_given():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _is_token_given() -> bool:
+    return not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}.isdisjoint(os.environ)
+
+
 def job_headers() -> dict[str, str]:
     """Return the headers with the token that Ray finds, if its variables ask for one, or only give one.
 
     Private: the function. `JobSubmissionClient` does not say the cluster's version of Python.
-    """
-    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-    from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 
-    headers: dict[str, str] = get_auth_headers_if_auth_enabled({})
+    Raises:
+        RayConnectionError: Ray's variables ask for a token, and Ray finds none.
+    """
+    use_given_token()
+    from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
+    from ray.exceptions import AuthenticationError
+
+    try:
+        headers: dict[str, str] = get_auth_headers_if_auth_enabled({})
+    except AuthenticationError:
+        raise RayConnectionError(
+            "Ray finds no token for the cluster; set RAY_AUTH_TOKEN to the cluster's, or RAY_AUTH_MODE=disabled if it has none"
+        ) from None
     return headers
 
 

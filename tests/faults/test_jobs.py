@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -72,9 +71,8 @@ def started(ray: str, log: Path) -> Iterator[dict[str, str]]:
     try:
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", dashboard)) == 0:
-                    break
+            if Path(folder, "ray", "ray_current_cluster").exists():  # written once all of its processes are up
+                break
             time.sleep(0.5)
         yield environment
     finally:
@@ -161,6 +159,32 @@ def test_a_job_needs_the_token_is_stopped_and_resumes_under_another_id(
     assert steps == sorted(set(steps)) and steps[-1] == 440
     for file in (*run.rglob("*"), tmp_path / "head.log"):
         assert not file.is_file() or token.encode() not in file.read_bytes(), file
+
+
+@pytest.mark.slow
+def test_a_missing_or_wrong_token_is_said_in_one_line(recipe_file: Path, head: dict[str, str], tmp_path: Path) -> None:
+    """Without RAY_AUTH_MODE, and as with Ray's coming default, which requires a token."""
+    address = Path(head["RAY_TMPDIR"], "ray", "ray_current_cluster").read_text().strip()
+    listed = [sys.executable, "-m", "distcse", "jobs", "--cluster", head["RAY_ADDRESS"]]
+    joined = [*TRAIN, str(recipe_file), "training.workers=1", "training.max_steps=2"]
+    advice = "RAY_AUTH_TOKEN if the cluster asks for one"
+    for variables, of_jobs, of_joining in (
+        ({}, "needs a token; set RAY_AUTH_TOKEN", advice),
+        ({"RAY_AUTH_TOKEN": "wrong"}, "refuses the token; set RAY_AUTH_TOKEN", advice),
+        (
+            {"RAY_AUTH_MODE": "token"},
+            "finds no token for the cluster; set RAY_AUTH_TOKEN",
+            "set RAY_AUTH_MODE and RAY_AUTH_TOKEN",
+        ),
+    ):
+        for command, where, said in ((listed, {}, of_jobs), (joined, {"RAY_ADDRESS": address}, of_joining)):
+            done = run_command(command, HOME=str(tmp_path), **variables, **where)
+            (line,) = [line for line in done.stderr.splitlines() if line.startswith("distcse: [DCSE-X08] ")]
+            assert done.returncode == 1 and said in line and len(line) < 400 and "Traceback" not in done.stderr
+    right = {"HOME": str(tmp_path), "RAY_AUTH_TOKEN": head["RAY_AUTH_TOKEN"]}
+    assert run_command(listed, **right).stdout == "no jobs\n"
+    done = run_command(joined, RAY_ADDRESS=address, **right)
+    assert done.returncode == 0, done.stderr
 
 
 def colleague(head: dict[str, str], folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:

@@ -340,11 +340,39 @@ def test_a_folder_whose_path_is_too_long_for_sockets_is_named(variable: str) -> 
     [
         (RuntimeError("Version mismatch: The cluster was started with: Ray: 2.53.0"), "versions"),
         (AuthenticationError("Authentication required: Unauthenticated: Invalid or missing token"), "RAY_AUTH_TOKEN"),
+        (ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379"), "RAY_AUTH_TOKEN"),
         (ConnectionError("nothing answers at this address"), "start the cluster, or correct RAY_ADDRESS"),
     ],
 )
 def test_the_advice_fits_why_a_cluster_is_not_joined(error: Exception, fix: str) -> None:
     assert fix in fix_of_joining(error)
+
+
+@pytest.mark.parametrize(
+    ("mode", "file", "gets_own"),
+    [(None, True, True), ("token", False, True), ("token", True, False), ("disabled", False, False)],
+)
+def test_a_local_cluster_has_a_token_that_is_written_to_no_file(
+    mode: str | None, file: bool, gets_own: bool, tmp_path: Path
+) -> None:
+    with patch.dict(os.environ, {"HOME": str(tmp_path)}):
+        for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
+            os.environ.pop(name, None)
+        if mode is not None:
+            os.environ["RAY_AUTH_MODE"] = mode
+        if file:
+            (tmp_path / ".ray").mkdir()
+            (tmp_path / ".ray" / "auth_token").write_text("a" * 64)
+        StartingCluster(_Late(None, 1, None)).end()
+        assert (len(os.environ.get("RAY_AUTH_TOKEN", "")) == 64) == gets_own
+        assert (tmp_path / ".ray").exists() == file
+
+
+def test_a_token_that_a_variable_gives_is_used_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    StartingCluster(_Late("10.0.0.1:6379", 1, None)).end()
+    assert os.environ.pop("RAY_AUTH_MODE") == "token"
 
 
 def test_a_run_that_fails_before_it_enters_its_cluster_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,7 @@ REFUSED: dict[str, tuple[list[str], Reply | dict[str, Any] | None, str]] = {
     "old": (["mine.yaml"], metadata("2.40.0", "3.11.1"), "cluster prod has Ray 2.40.0 and Python 3.11.1"),
     "python": (["mine.yaml"], metadata("2.60.0", "3.10.9"), "cluster prod has Ray 2.60.0 and Python 3.10.9"),
     "token": (["mine.yaml"], Reply("", 403), "cluster prod refuses the token; set RAY_AUTH_TOKEN"),
+    "no token": (["mine.yaml"], Reply("", 401), "cluster prod needs a token; set RAY_AUTH_TOKEN"),
     "other server": (["mine.yaml"], Reply("<html>"), "is not Ray's (HTTP 200)"),
     "password": (["mine.yaml"], {"address": "http://me:hunter2@head:8265"}, "address holds a user's name or password"),
     "scheme": (["mine.yaml"], {"address": "head:8265"}, "is no address of Ray's job API"),

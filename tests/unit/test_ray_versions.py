@@ -12,14 +12,11 @@ import pytest
 import ray
 import ray.train.v2._internal.execution.context as context
 from packaging.requirements import Requirement
-from packaging.version import Version
 from ray import tune
 from ray.exceptions import ActorDiedError
 
 from distcse.cluster import versions
 from distcse.cluster.event_channel import EventActor
-
-_WITHOUT_WATCHER = tuple(f"2.{minor}." for minor in range(53, 57))
 
 
 def test_the_installed_ray_is_supported() -> None:
@@ -64,14 +61,6 @@ def test_the_backend_of_torch_can_be_replaced() -> None:
     backend = versions.torch_backend()
     assert TorchConfig().backend_cls is backend
     assert list(inspect.signature(backend.on_start).parameters)[1:] == ["worker_group", "backend_config"]
-
-
-def test_a_preemption_has_a_limit_where_ray_train_has_one() -> None:
-    from ray.train import FailureConfig
-
-    elastic = versions.failure_config(0, restarts_after_preemption=False)
-    assert getattr(elastic, "max_preemption_failures", 0) == 0
-    assert versions.failure_config(3, restarts_after_preemption=True) == FailureConfig(max_failures=3)
 
 
 def test_a_restored_search_has_a_new_scheduler() -> None:
@@ -132,11 +121,5 @@ def test_ray_reads_the_variables() -> None:
     folder = Path(ray.__file__).parent
     files = [file for part in ("_private", "_common", "train", "tune", "air") for file in (folder / part).rglob("*.py")]
     text = "".join(file.read_text(errors="ignore") for file in files)
-    if version("ray").startswith(_WITHOUT_WATCHER):
-        names.remove("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER")
     library = (folder / "_raylet.so").read_bytes()  # reads its settings without the prefix RAY_
     assert [name for name in names if name not in text and name.removeprefix("RAY_").encode() not in library] == []
-
-
-def test_ray_returns_what_the_train_loop_returned_from_2_56() -> None:
-    assert versions.has_returned_value() == (Version(version("ray")) >= Version("2.56"))
