@@ -3,8 +3,9 @@
 seconds=${2:-120}
 if [ "$1" = head ]; then
   # The driver writes a checkpoint and ends with 130, which fails its job: KubeRay starts it again (backoffLimit), and it resumes. A job
-  # that Ray is asked to stop would count as complete.
-  driver='-m distcse\.'
+  # that Ray is asked to stop would count as complete. Only the driver gets the signal, not the shells around it, whose command lines
+  # contain its own: the job would fail, and its next start begin, before the checkpoint is written.
+  driver='^[^ ]*python[^ ]* -m distcse\.'
   pkill -TERM -f -- "$driver" || exit 0
   for _ in $(seq "$seconds"); do
     pgrep -f -- "$driver" >/dev/null || break

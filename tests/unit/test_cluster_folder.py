@@ -12,8 +12,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import kubernetes_validate
@@ -26,51 +29,208 @@ from tests.conftest import ROOT
 
 FOLDER = ROOT / "cluster"
 KUBERNETES = ("1.28", "1.37")
+MANIFESTS = FOLDER / "kubernetes"
+OVERLAYS = ("cpu", "gpu", "autoscaling", "spot", "permanent")
+KUBECTL = shutil.which("kubectl")
 SLURM = FOLDER / "slurm" / "distcse.sbatch"
-LEAVE = FOLDER / "kubernetes" / "leave.sh"
+LEAVE = MANIFESTS / "leave.sh"
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]  # type: ignore[index]
 
 
-def document(name: str) -> Any:
-    return yaml.safe_load((FOLDER / "kubernetes" / name).read_text())
+def read_all(text: str) -> list[Any]:
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def manifests() -> dict[str, Any]:
+    """The files of `kubernetes/` that kustomize only combines, by their paths."""
+    files = (file for file in MANIFESTS.rglob("*.yaml") if file.name != "kustomization.yaml")
+    return {str(file.relative_to(MANIFESTS)): read_all(file.read_text()) for file in files}
+
+
+@cache
+def render(overlay: str, *changes: tuple[str, str]) -> list[Any]:
+    """Render a copied `kustomization.yaml` with this overlay, after changes of its text; paths lead to the folder."""
+    if not KUBECTL:
+        pytest.skip("kubectl, which has kustomize, is not installed")
+    text = (MANIFESTS / "kustomization.yaml").read_text()
+    for old, new in (("  - cpu\n", f"  - {overlay}\n"), *changes):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    with TemporaryDirectory() as folder:
+        there = os.path.relpath(MANIFESTS.resolve(), os.path.realpath(folder))
+        (Path(folder) / "kustomization.yaml").write_text(re.sub(r"^  - (?=\w+$)", f"  - {there}/", text, flags=re.M))
+        done = subprocess.run([KUBECTL, "kustomize", folder], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return read_all(done.stdout)
+
+
+def of_kind(kind: str, documents: list[Any]) -> Any:
+    return next(document for document in documents if document["kind"] == kind)
+
+
+def ray(documents: list[Any]) -> Any:
+    return next(document for document in documents if document["apiVersion"] == "ray.io/v1")
+
+
+def cluster_of(manifest: Any) -> Any:
+    """The RayClusterSpec of a RayJob or a RayCluster."""
+    return manifest["spec"].get("rayClusterSpec", manifest["spec"])
 
 
 def pods(manifest: Any) -> list[Any]:
     """Return the pod templates of a RayJob or a RayCluster."""
-    spec = manifest["spec"].get("rayClusterSpec", manifest["spec"])
+    spec = cluster_of(manifest)
     templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
     submitter = manifest["spec"].get("submitterPodTemplate")
     return [*templates, submitter] if submitter else templates
 
 
+def check_schema(documents: list[Any], version: str) -> None:
+    """KubeRay's own fields are not checked: kubernetes-validate has the schemas of Kubernetes alone."""
+    template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
+    for document in documents:
+        if document["apiVersion"] == "ray.io/v1":
+            check_schema([{**template, "template": pod} for pod in pods(document)], version)
+        elif document["apiVersion"] != "monitoring.coreos.com/v1":
+            kubernetes_validate.validate(document, version, strict=True)
+
+
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_manifests_and_pod_templates_are_valid(version: str) -> None:
-    """KubeRay's own fields are not checked: kubernetes-validate has the schemas of Kubernetes alone."""
-    for file in (FOLDER / "kubernetes").glob("*.yaml"):
-        manifest = yaml.safe_load(file.read_text())
-        documents = [manifest]
-        if manifest["apiVersion"] == "ray.io/v1":
-            template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
-            documents = [{**template, "template": pod} for pod in pods(manifest)]
-        if manifest["apiVersion"] != "monitoring.coreos.com/v1":
-            for each in documents:
-                kubernetes_validate.validate(each, version, strict=True)
+    for documents in manifests().values():
+        check_schema(documents, version)
 
 
-@pytest.mark.parametrize("name", ["distcse-job.yaml", "distcse-cluster.yaml", "distcse-autoscaling-job.yaml"])
-def test_manifests_name_this_version_and_no_secret(name: str) -> None:
-    manifest = document(name)
-    spec = manifest["spec"].get("rayClusterSpec", manifest["spec"])
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_are_valid(overlay: str, version: str) -> None:
+    check_schema(render(overlay), version)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_name_this_version_and_no_secret(overlay: str) -> None:
+    documents = render(overlay)
+    spec = cluster_of(ray(documents))
     assert spec["rayVersion"] == PINS["ray"] and spec["authOptions"] == {"mode": "token"}
-    for pod in pods(manifest):
-        assert pod["metadata"]["labels"] == document("network.yaml")["spec"]["podSelector"]["matchLabels"]
+    selected = of_kind("NetworkPolicy", documents)["spec"]["podSelector"]["matchLabels"]
+    for pod in pods(ray(documents)):
+        assert pod["metadata"]["labels"] == selected
         assert pod["spec"]["securityContext"]["runAsNonRoot"] and not pod["spec"]["automountServiceAccountToken"]
         for container in pod["spec"]["containers"]:
-            assert container["image"].split(":")[1].removesuffix("-cpu") == VERSION
+            assert container["image"].split(":")[1] == VERSION + "-cpu" * (overlay == "cpu")
+            assert not any("kubernetes.io" in mount["mountPath"] for mount in container.get("volumeMounts", []))
             for variable in container.get("env", []):
                 secret = re.search("TOKEN|KEY|SECRET|PASSWORD", variable["name"])
                 assert not secret or "value" not in variable, variable["name"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_value_that_is_changed_once_is_changed_everywhere(overlay: str) -> None:
+    documents = render(
+        overlay,
+        ("# namespace: team-a", "namespace: team-b"),
+        ("registry.example.com/distcse", "harbor.corp/ml/distcse"),
+        ("storageClass=shared", "storageClass=fast"),
+        ("id=quickstart", "id=second"),
+        ("recipe=quickstart", "recipe=/shared/my.yaml seed=3"),
+    )
+    assert not re.search("registry.example|quickstart|SETTINGS", json.dumps(documents))
+    assert {document["metadata"]["namespace"] for document in documents} == {"team-b"}
+    images = {
+        container["image"].split(":")[0] for pod in pods(ray(documents)) for container in pod["spec"]["containers"]
+    }
+    assert images == {"harbor.corp/ml/distcse"}
+    claim = of_kind("PersistentVolumeClaim", documents)
+    assert claim["spec"]["storageClassName"] == "fast"
+    claims = [
+        volume.get("persistentVolumeClaim") for pod in pods(ray(documents)) for volume in pod["spec"].get("volumes", [])
+    ]
+    assert {named["claimName"] for named in claims if named} == {claim["metadata"]["name"]}
+    if overlay != "permanent":
+        job = of_kind("RayJob", documents)
+        assert job["metadata"]["name"] == "second"
+        settings = job["metadata"]["annotations"]["settings"]
+        assert (
+            f"distcse.train /shared/my.yaml seed=3 --run-id second {settings} storage.runs="
+            in job["spec"]["entrypoint"]
+        )
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_nodes_hold_what_their_containers_and_the_run_ask_for(overlay: str) -> None:
+    """Shared memory holds the object store, the autoscaler finds its token, and the run's workers fit."""
+    documents = render(overlay)
+    spec = cluster_of(ray(documents))
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        container, volumes = group["template"]["spec"]["containers"][0], group["template"]["spec"]["volumes"]
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        memory = next(volume["emptyDir"]["sizeLimit"] for volume in volumes if volume["name"] == "memory")
+        assert int(group["rayStartParams"]["object-store-memory"]) < int(memory.removesuffix("Gi")) << 30
+        assert container["lifecycle"]["preStop"]["exec"]["command"][0] == "distcse-leave"
+    scales = spec.get("enableInTreeAutoscaling", False)
+    assert scales == (overlay in ("autoscaling", "spot"))
+    mounted = {mount["name"] for mount in spec.get("autoscalerOptions", {}).get("volumeMounts", [])}
+    assert bool(mounted) == scales
+    assert mounted <= {volume["name"] for volume in spec["headGroupSpec"]["template"]["spec"]["volumes"]}
+    for group in spec["workerGroupSpecs"]:
+        assert (group["minReplicas"] == group["replicas"] == group["maxReplicas"]) != scales
+    if overlay == "permanent":
+        assert [group["labels"]["role"] for group in spec["workerGroupSpecs"]] == ["students", "teachers", "scorers"]
+        return
+    words = dict(word.split("=") for word in ray(documents)["metadata"]["annotations"]["settings"].split())
+    (group,) = spec["workerGroupSpecs"]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    gpus = int(words["training.workers"]) * int(words.get("training.gpus_per_worker", 0))
+    assert gpus <= group["maxReplicas"] * int(limits.get("nvidia.com/gpu", 0)) and (gpus > 0) == (overlay != "cpu")
+    cpus = int(words["training.workers"]) * int(words["training.cpus_per_worker"])
+    assert cpus <= group["maxReplicas"] * int(limits["cpu"])
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_job_waits_in_kueues_queue(overlay: str) -> None:
+    """Kueue refuses a RayJob whose cluster remains, and one that scales, and reserves the names of two groups."""
+    manifest = ray(render(overlay, ("# - kueue", "- kueue")))
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] and manifest["spec"]["suspend"] is True
+    assert overlay == "permanent" or manifest["spec"]["shutdownAfterJobFinishes"]
+    names = [group["groupName"] for group in cluster_of(manifest)["workerGroupSpecs"]]
+    assert len(names) < 7 and not {"head", "submitter"} & set(names)
+
+
+def test_the_limits_of_a_namespace_admit_every_overlay() -> None:
+    quota, limits = manifests()["limits.yaml"]
+    (container,) = limits["spec"]["limits"]
+    # A maximum without a default is the default.
+    assert (
+        container["max"].keys()
+        == container["default"].keys()
+        == container["defaultRequest"].keys()
+        == {"cpu", "memory"}
+    )
+    for overlay in OVERLAYS:
+        spec = cluster_of(ray(render(overlay)))
+        asked = {"cpu": 0, "memory": 0, "nvidia.com/gpu": 0}
+        for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+            resources = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+            for name, value in resources.items():
+                amount = int(value.removesuffix("Gi"))
+                assert amount <= int(container["max"].get(name, str(amount)).removesuffix("Gi"))
+                asked[name] += amount * group.get("maxReplicas", 1)
+        assert all(
+            amount <= int(quota["spec"]["hard"][f"requests.{name}"].removesuffix("Gi"))
+            for name, amount in asked.items()
+        )
+
+
+@pytest.mark.parametrize(("status", "result"), [(0, 0), (3, 0), (1, 1), (130, 1)])
+def test_a_job_of_kuberay_succeeds_with_the_status_of_a_complete_run(status: int, result: int, tmp_path: Path) -> None:
+    """KubeRay's submitter puts `entrypoint` into a line of its shell, and Ray quotes the words that it gets for the head's."""
+    (job,) = manifests()["base/job.yaml"]
+    quote = f'{shlex.quote(sys.executable)} -c "import shlex, sys; print(shlex.join(sys.argv[2:]))" "$@" > line'
+    path = make_commands(tmp_path / "bin", submit=quote, python=f"exit {status}")
+    line = f"if true ; then submit -- {job['spec']['entrypoint']} ; fi"
+    subprocess.run(["/bin/bash", "-ce", "--", line], cwd=tmp_path, env=path, check=True)
+    assert subprocess.run((tmp_path / "line").read_text(), shell=True, cwd=tmp_path, env=path).returncode == result
 
 
 def test_files_of_other_schedulers_pass_rays_check_name_this_version_and_resume() -> None:
@@ -88,25 +248,34 @@ def test_files_of_other_schedulers_pass_rays_check_name_this_version_and_resume(
 
 
 def commands() -> list[tuple[str, str]]:
-    """The commands train and submit in the manifests and on the pages: name and words."""
+    """The commands train and submit on the pages and in Anyscale's file: name and words."""
     pages = (FOLDER / "README.md", ROOT / "docs" / "how-to" / "cluster.md")
     page = "\n".join(file.read_text() for file in pages).replace("\\\n", " ")
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
     found = re.findall(r"(?:python -m distcse\.(train)|distcse (submit)) (.*)", blocks)
     anyscale = yaml.safe_load((FOLDER / "anyscale" / "job.yaml").read_text())["entrypoint"]
-    jobs = (document(f"distcse-{name}.yaml")["spec"]["entrypoint"] for name in ("job", "autoscaling-job"))
-    lines = [job.removesuffix(" || [ $? -eq 3 ]") for job in (*jobs, anyscale)]
-    jobs_of_files = [("train", line.removeprefix("python -m distcse.train ")) for line in lines]
-    return [*jobs_of_files, *((train or submit, words) for train, submit, words in found)]
+    lines = [(train or submit, words) for train, submit, words in found]
+    return [*lines, ("train", anyscale.removeprefix("python -m distcse.train "))]
+
+
+def check_command(command: str, words: str) -> None:
+    options = build_parser()[1].choices[command].parse_intermixed_args(shlex.split(words, comments=True))
+    if getattr(options, "resume", None) is None and options.recipe != "my-recipe.yaml":
+        read_recipe(options.recipe, [word.replace("/shared/distcse/", f"{ROOT}/") for word in options.overrides])
 
 
 def test_commands_are_ones_that_the_recipe_reader_takes() -> None:
     found = commands()
-    assert len(found) > 5
+    assert len(found) > 3
     for command, words in found:
-        options = build_parser()[1].choices[command].parse_intermixed_args(shlex.split(words, comments=True))
-        if getattr(options, "resume", None) is None and options.recipe != "my-recipe.yaml":
-            read_recipe(options.recipe, [word.replace("/shared/distcse/", f"{ROOT}/") for word in options.overrides])
+        check_command(command, words)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS[:-1])
+def test_the_entrypoint_is_a_command_that_the_recipe_reader_takes(overlay: str) -> None:
+    *shell, line = shlex.split(ray(render(overlay))["spec"]["entrypoint"])
+    assert shell == ["bash", "-c"]
+    check_command("train", line.removeprefix("python -m distcse.train ").removesuffix(" || [ $? -eq 3 ]"))
 
 
 def test_the_container_copies_what_is_there() -> None:
@@ -164,8 +333,20 @@ def test_a_pod_that_ends_asks_for_a_checkpoint_and_waits(
     stand_ins = {"python": "echo 0a1b", "ray": asks, "pkill": asks, "grep": still, "pgrep": still}
     path = make_commands(tmp_path / "bin", sleep="echo $1 >> slept", **stand_ins) | {"RAY_ADDRESS": "head:6379"}
     subprocess.run(["bash", str(LEAVE), role], cwd=tmp_path, env=path, check=True)
-    asked = {"worker": "drain-node --address=head:6379 --node-id=0a1b", "head": "-TERM -f -- -m distcse\\.\n"}
-    assert (tmp_path / "asked").read_text().startswith(asked[role])
+    asked = (tmp_path / "asked").read_text()
+    if role == "worker":
+        assert asked.startswith("drain-node --address=head:6379 --node-id=0a1b")
+    else:  # the driver, not the shells around it, with which the job would end before the checkpoint
+        pattern = asked.removeprefix("-TERM -f -- ").removesuffix("\n")
+        run = "python -m distcse.train my.yaml --run-id a"
+        lines = [
+            run,
+            f"/opt/distcse/bin/{run}",
+            f"/bin/sh -c {run}",
+            f"bash -c {run} || [ $? -eq 3 ]",
+            "python -m distcses",
+        ]
+        assert [bool(re.search(pattern, line)) for line in lines] == [True, True, False, False, False]
     slept = tmp_path / "slept"
     assert (slept.read_text() if slept.exists() else "") == "1\n" * seconds
 
