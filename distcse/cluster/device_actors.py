@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
@@ -15,7 +16,7 @@ from distcse.cluster.cluster import worker_environment
 from distcse.cluster.event_channel import EventChannel, flush, reporter_of, unique_name
 from distcse.cluster.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.cluster.node_checks import require_alike
-from distcse.cluster.nodes import ResourceWatchdog, alive, live_nodes
+from distcse.cluster.nodes import ResourceWatchdog, alive, live_nodes, own_node_drains
 from distcse.devices import host
 from distcse.devices.device_plan import DeviceOptions, DevicePlan, OwnNode, plan_devices
 from distcse.devices.resources import ResourceRequest, format_resources
@@ -28,6 +29,17 @@ T = TypeVar("T")
 _POLL_S = 0.2
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """What an actor answers once it has called a function."""
+
+    result: Any
+    is_paused: bool
+    """Whether the function has stopped, with a checkpoint, because Ray drains the actor's node."""
+    is_drained: bool
+    """Whether Ray drains the actor's node, which gets no further function."""
+
+
 class DeviceActor(HeartbeatActor):
     """Ray actor that calls functions on its device, one after the other."""
 
@@ -37,11 +49,26 @@ class DeviceActor(HeartbeatActor):
         self._threads = next(plan.threads_on(node.resources) for node in live_nodes() if node.id == node_id)
         os.environ["OMP_NUM_THREADS"] = str(self._threads)  # for faiss: Ray's value is that of the reserved CPUs
 
-    def call(self, function: Callable[[Reporter], T], channel: Any) -> T:
-        """Call a function, and return its result once the event channel's actor has its events."""
+    def call(self, function: Callable[[Reporter], Any], channel: Any, returns_on_stop: bool) -> _Answer:
+        """Call a function, and answer once the event channel's actor has its events.
+
+        A function that returns on stop is stopped if Ray drains this node. Others have no checkpoint, and may end in time.
+        """
         use_threads(self._threads)
+        reporter, drains, is_paused = reporter_of(channel), own_node_drains(), False
+
+        def stop_requested() -> bool:
+            nonlocal is_paused
+            is_paused = is_paused or (returns_on_stop and drains())
+            return is_paused or reporter.stop_requested()
+
         try:
-            return function(reporter_of(channel))
+            result = function(Reporter(reporter.emit, stop_requested))
+            return _Answer(result, is_paused, drains())
+        except StoppedEarlyError:  # before its first checkpoint
+            if not is_paused:
+                raise
+            return _Answer(None, is_paused, drains())
         finally:
             flush(channel)
             host.release_memory()
@@ -50,7 +77,8 @@ class DeviceActor(HeartbeatActor):
 def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
     """Call functions on the cluster's devices, or in this process where `plan_devices` decides so.
 
-    See `Backend.run_on_devices`. An actor that is killed, hangs or loses its node repeats its function.
+    See `Backend.run_on_devices`. An actor that is killed, hangs or loses its node repeats its function. If Ray drains its node,
+    another one continues a function that returns on stop, and calls those that have not begun.
     """
     nodes, memory = alive(), max(call.memory_bytes for call in calls)
     own = OwnNode(ray.get_runtime_context().get_node_id(), host.memory() - host.memory_used())
@@ -66,32 +94,32 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
     channel = EventChannel(f"devices-{options.owner}")
     actors: list[Any] = []
     try:
-        actors += _start_actors(plan, options)
         with HeartbeatMonitor(options.heartbeat_timeout_s, reporter.warn) as monitor:
-            for number, actor in enumerate(actors):
-                monitor.add(f"process {number} of the {calls[0].name}", actor)
-            return _DeviceCalls(calls, plan, actors, channel, reporter).run()
+
+            def start() -> Any:
+                actors.append(_start_actor(plan, options))
+                monitor.add(f"process {len(actors) - 1} of the {calls[0].name}", actors[-1])
+                return actors[-1]
+
+            return _DeviceCalls(calls, plan, start, channel, reporter).run()
     finally:
         for actor in actors:
             ray.kill(actor)
         channel.close()
 
 
-def _start_actors(plan: DevicePlan, options: DeviceOptions) -> list[Any]:
-    actor_class, name = ray.remote(**RESTARTABLE)(DeviceActor), unique_name(f"device-{options.owner}")
+def _start_actor(plan: DevicePlan, options: DeviceOptions) -> Any:
     environment = {"env_vars": worker_environment(plan.each.get("GPU", 0.0))} if options.trains else None
-    return [
-        actor_class.options(
-            name=f"{name}-{number}",
-            num_cpus=plan.each.get("CPU", 0.0),
-            num_gpus=plan.each.get("GPU", 0.0),
-            memory=plan.each["memory"],
-            label_selector=plan.labels,
-            scheduling_strategy="SPREAD",
-            runtime_env=environment,
-        ).remote(plan)
-        for number in range(plan.number)
-    ]
+    actor_class = ray.remote(**RESTARTABLE)(DeviceActor).options(
+        name=unique_name(f"device-{options.owner}"),
+        num_cpus=plan.each.get("CPU", 0.0),
+        num_gpus=plan.each.get("GPU", 0.0),
+        memory=plan.each["memory"],
+        label_selector=plan.labels,
+        scheduling_strategy="SPREAD",
+        runtime_env=environment,
+    )
+    return actor_class.remote(plan)
 
 
 class _DeviceCalls:
@@ -101,19 +129,26 @@ class _DeviceCalls:
         self,
         calls: Sequence[DeviceCall[Any]],
         plan: DevicePlan,
-        actors: Sequence[Any],
+        start: Callable[[], Any],
         channel: EventChannel,
         reporter: Reporter,
     ) -> None:
         self._calls, self._plan, self._channel, self._reporter = calls, plan, channel, reporter
+        self._start_actor = start
         self._waiting = deque(range(len(calls)))
-        self._starting = {actor.beat.remote(): actor for actor in actors}
+        self._starting: dict[Any, Any] = {}
+        for _ in range(plan.number):
+            self._start()
         self._running: dict[Any, tuple[int, Any]] = {}
         self._results: dict[int, Any] = {}
         self._failure: DistcseError | None = None
         self._wait_warning = WaitWarning(reporter)
         request = ResourceRequest(f"the {calls[0].name}", 1, plan.each, plan.labels, "", {})
         self._watchdog = ResourceWatchdog([request], reporter.warn)
+
+    def _start(self) -> None:
+        actor = self._start_actor()
+        self._starting[actor.beat.remote()] = actor
 
     def run(self) -> list[Any]:
         """Return the results in the functions' order."""
@@ -155,7 +190,7 @@ class _DeviceCalls:
         number, actor = self._running.pop(answer) if answer in self._running else (None, self._starting.pop(answer))
         name = (self._unfinished()[0] if number is None else self._calls[number]).name
         try:
-            result = _get(answer, name)
+            answered = _get(answer, name)
         except ActorUnavailableError:  # its node may be lost, which Ray notices and repairs only after seconds
             self._starting[actor.beat.remote()] = actor
             if number is not None:
@@ -169,9 +204,21 @@ class _DeviceCalls:
                 self._results[number] = None
             self._channel.pause()
             return
-        if number is not None:
-            self._results[number] = result
-        self._assign(actor)
+        if number is None:
+            self._assign(actor)
+            return
+        assert isinstance(answered, _Answer)
+        if answered.is_paused and not self._is_stopping():
+            self._reporter.warn(f"Ray drains the node of the {name}: it continues on another from its checkpoint")
+            self._waiting.appendleft(number)
+        else:
+            self._results[number] = answered.result
+        if not answered.is_drained:
+            self._assign(actor)
+            return
+        ray.kill(actor)
+        if self._waiting and not self._is_stopping():
+            self._start()
 
     def _assign(self, actor: Any) -> None:
         """Give an idle actor its next function; without one, end it, because a restarting actor may need its device."""
@@ -180,7 +227,8 @@ class _DeviceCalls:
             return
         number = self._waiting.popleft()
         call = self._calls[number]
-        self._running[actor.call.options(name=call.name).remote(call.function, self._channel.actor)] = (number, actor)
+        arguments = call.function, self._channel.actor, call.returns_on_stop
+        self._running[actor.call.options(name=call.name).remote(*arguments)] = (number, actor)
         if not self._waiting:
             self._end_unstarted()
 

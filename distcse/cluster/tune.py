@@ -24,7 +24,7 @@ from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 
 from distcse.cluster.assigned_resources import use_assigned
-from distcse.cluster.nodes import DrainNotices
+from distcse.cluster.nodes import own_node_drains
 from distcse.cluster.versions import TUNE, TUNE_TRIAL, pending_trials, set_callbacks
 from distcse.devices import host
 from distcse.devices.resources import format_resources
@@ -101,7 +101,7 @@ def _fit(
         checkpoint = tune.get_checkpoint() if context.exchanges_checkpoints else None
         try:
             with checkpoint.as_directory() if checkpoint else nullcontext() as donor:
-                run_trial(context, name, chosen, _report, Path(donor) if donor else None, _own_node_drains())
+                run_trial(context, name, chosen, _report, Path(donor) if donor else None, own_node_drains())
         except StoppedEarlyError as stopped:
             # This is the error with which Ray Tune starts a trial elsewhere without counting a failure. Waiting for the loss of
             # the node instead would keep a node without a deadline, which ends once nothing runs there.
@@ -135,19 +135,6 @@ def _fit(
         if not record.ended:  # still running after `search.hours`, or missing from a damaged state of Ray Tune
             listener.note_end(record.name, "stopped")
     return results
-
-
-def _own_node_drains() -> Callable[[], bool]:
-    """Return a function that tells whether Ray drains this process's node. It asks Ray every 2 s."""
-    notices, own = DrainNotices(), {ray.get_runtime_context().get_node_id()}
-    is_drained = False
-
-    def drains() -> bool:
-        nonlocal is_drained
-        is_drained = is_drained or notices.count(lambda: own) > 0
-        return is_drained
-
-    return drains
 
 
 def placement(resources: TrialResources) -> Any:

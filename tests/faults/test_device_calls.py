@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from tests.backends import run
 from tests.commands import run_command
 from tests.jobs import make_recipe
 from tests.kills import Nodes
+from tests.machines import RAY
 from tests.pairs import make_mutual_recipe
 from tests.weights import assert_equal_weights, weights_of
 
@@ -96,6 +98,28 @@ def fail_once_another_runs(folder: Path, reporter: Reporter) -> None:
 
 def wait_for_file(file: Path, reporter: Reporter) -> None:
     wait_until(file.exists)
+
+
+def stop_and_continue(folder: Path, reporter: Reporter) -> str:
+    """Run until a stop is requested, and return the node of the second attempt, which ends at once."""
+    import ray
+
+    node = str(ray.get_runtime_context().get_node_id())
+    first = folder / "first"
+    if first.exists():
+        return node
+    first.write_text(node)
+    reporter.emit(LogMessage(f"runs on {node}"))
+    wait_until(reporter.stop_requested)
+    return "stopped"
+
+
+def node_of(reporter: Reporter) -> str:
+    """Return this node, after seconds in which another one is drained."""
+    import ray
+
+    time.sleep(5)
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def count_actors(most: int, file: Path, reporter: Reporter) -> int:
@@ -458,3 +482,36 @@ def test_the_function_of_a_lost_node_is_repeated_on_the_other_once_that_is_free(
     finally:
         nodes.start(2, "--num-gpus=1")
     assert found == {"returned": [0, 1], "attempts": [2, 1]}
+
+
+def drain_a_node(folder: Path) -> None:
+    """A driver: drain the node of the first of four functions, two of which run at the same time."""
+    drained: list[str] = []
+    messages: list[str] = []
+
+    def listen(event: Event) -> None:
+        assert isinstance(event, LogMessage)
+        messages.append(event.text)
+        if event.text.startswith("runs on "):
+            drained.append(event.text.removeprefix("runs on "))
+            address, reason = os.environ["RAY_ADDRESS"], "DRAIN_NODE_REASON_PREEMPTION"
+            notice = [f"--reason={reason}", "--reason-message=spot", "--deadline-remaining-seconds=600"]
+            command = [RAY, "drain-node", f"--address={address}", f"--node-id={drained[0]}", *notice]
+            subprocess.run(command, check=True, capture_output=True)
+
+    first = DeviceCall("training", partial(stop_and_continue, folder), returns_on_stop=True)
+    others = [DeviceCall[str]("export", node_of) for _ in range(3)]
+    with RayBackend.cluster.joined():
+        places = RayBackend().run_on_devices([first, *others], OPTIONS, Reporter(listen))
+    (folder / "found.json").write_text(json.dumps({"drained": drained[0], "places": places, "messages": messages}))
+
+
+@pytest.mark.slow
+def test_a_drained_node_gets_no_function_and_its_training_continues_on_another(nodes: Nodes, tmp_path: Path) -> None:
+    try:
+        found = drive(nodes, "drain_a_node", tmp_path)
+    finally:
+        nodes.start(2, "--num-gpus=1")
+    assert len(found["places"]) == 4 and not {found["drained"], "stopped"} & {*found["places"]}
+    (warning,) = (text for text in found["messages"] if "Ray drains" in text)
+    assert "the training: it continues on another from its checkpoint" in warning

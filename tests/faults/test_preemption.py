@@ -36,6 +36,16 @@ from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 STUDENTS = "training.node_labels={role: students}"
+FAMILY = (
+    "student.projection=none",
+    "student.layers=null",
+    "objective={info_nce: null, consistency: null, rank: null, regression: {}}",
+    "training.workers=1",
+    "training.gpus_per_worker=1",
+    "training.cpus_per_worker=null",
+    "evaluation.dev=none",
+)
+"""Settings of a family of students, without the key `family`."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,6 +153,29 @@ def test_a_group_on_a_drained_node_continues_on_others(
         assert steps == sorted(set(steps)) and steps[-1] == steps_of(undisturbed, group)[-1]  # no step was repeated
 
 
+def test_a_student_of_a_family_on_a_drained_node_continues_on_another(recipe_file: Path, tmp_path: Path) -> None:
+    """Of three nodes with a GPU, two train a student each; the node that is drained is not lost before the run ends."""
+    recipe = (
+        recipe_file,
+        *FAMILY,
+        "training.epochs=40",
+        "family=[{layers: 1}, {layers: 3}]",
+        "evaluation.eval_steps=10000",
+    )
+    run = tmp_path / "runs" / "moved"
+    with machines(tmp_path, [["--num-cpus=0"], *[["--num-cpus=1", "--num-gpus=1"]] * 3]) as (head, *_):
+        process = head.start(*TRAIN, *recipe, "--run-id=moved")
+        drain(head, process, run, "DeviceActor")
+        done = ended(process)
+        undisturbed = head.train(*recipe)
+    assert "2 students train side by side" in done.stderr
+    assert "Ray drains the node of the training of a student" in (run / "events.jsonl").read_text()
+    for student in ("3-layers", "1-layer"):
+        assert_equal_weights(*(weights_of(folder / "members" / student) for folder in (undisturbed, run)))
+        steps = steps_of(run, student)
+        assert steps == sorted(set(steps)), "no step was repeated"
+
+
 @pytest.mark.parametrize("notice", ["20 s", "without a deadline", "none"])
 def test_a_trial_on_a_drained_or_lost_node_continues_on_another(notice: str, recipe_file: Path, tmp_path: Path) -> None:
     """A trial in its own process writes a checkpoint and starts again at once, which is not counted as a failure.
@@ -192,15 +225,9 @@ def test_a_trial_on_a_drained_or_lost_node_continues_on_another(notice: str, rec
 def test_an_autoscaler_starts_nodes_for_the_students_of_a_family(recipe_file: Path, tmp_path: Path) -> None:
     """The first node is there for the embedding pass. Of three students, one waits for the end of another."""
     overrides = (
+        *FAMILY,
         "family=[{layers: 1}, {layers: 2}, {layers: 3}]",
-        "student.projection=none",
-        "student.layers=null",
-        "objective={info_nce: null, consistency: null, rank: null, regression: {}}",
-        "training.workers=1",
-        "training.gpus_per_worker=1",
-        "training.cpus_per_worker=null",
         "training.epochs=40",
-        "evaluation.dev=none",
         "resources.wait_s=400",
     )
     node = {"resources": {"CPU": 1, "GPU": 1, "memory": 6 * 2**30}, "labels": {}}
