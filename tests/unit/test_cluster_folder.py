@@ -353,11 +353,16 @@ def test_a_pod_that_ends_asks_for_a_checkpoint_and_waits(
 
 STANDINS = {
     "scontrol": 'echo "scontrol $*" >> calls; if [ "$1" = show ]; then printf "a1\\na2\\na3\\n"; fi',
-    "srun": 'echo "srun $*" >> calls; [[ "$*" == *hostname* ]] && echo "10.0.0.1 fe80::1" || sleep 30',
-    "python": 'if [ "$1" = -c ]; then [[ "$2" == *secrets* ]] && echo secret || echo 3; exit; fi\n'
-    'echo "python $* at $RAY_ADDRESS with $RAY_AUTH_TOKEN" >> calls\n'
-    'trap "echo terminated >> calls; until [ -e written ]; do sleep 0.02; done; exit 130" TERM\n'
-    'until grep -q -- "ray start --block" calls; do sleep 0.02; done\n'  # the other nodes' Ray begins in the background
+    "srun": 'echo "srun $*" >> calls; while [[ $1 == -* ]]; do shift; done; exec env --default-signal=INT "$@"',
+    "apptainer": 'echo "apptainer $*" >> calls; exec "${@:8}"',
+    "hostname": "echo 10.0.0.1 fe80::1",
+    "ray": 'echo "ray $*" >> calls; sleep 30',
+    "python": 'if [ "$1" = -c ]; then echo 3; exit; fi\n'
+    'echo "python $* at $RAY_ADDRESS with ${#RAY_AUTH_TOKEN}" >> calls\n'
+    "for signal in TERM INT; do\n"
+    'trap "echo got $signal >> calls; until [ -e written ]; do sleep 0.02; done; exit 130" $signal\n'
+    "done\n"
+    'until grep -q -- "--address=" calls; do sleep 0.02; done\n'  # the other nodes' Ray begins in the background
     "for _ in $(seq ${STEPS}); do sleep 0.1; done; exit ${STATUS}",
 }
 
@@ -369,14 +374,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, steps: int, status: int = 0) -> subprocess.Popen[bytes]:
+def start(folder: Path, steps: int, status: int = 0, **variables: str) -> subprocess.Popen[bytes]:
     environment = {
         **make_commands(folder / "bin"),
         "SLURM_JOB_NODELIST": "a[1-3]",
         "SLURM_JOB_NAME": "distcse",
         "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_ON_NODE": "8",
         "STEPS": str(steps),
         "STATUS": str(status),
+        **variables,
     }
     return subprocess.Popen(["bash", str(SLURM), "mine.yaml", "seed=3"], cwd=folder, env=environment)
 
@@ -387,15 +394,55 @@ def calls(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_each_node_joins_and_the_head_starts_the_run(folder: Path, status: int) -> None:
-    assert start(folder, steps=0, status=status).wait() == status
-    made = calls(folder)
-    assert "--nodelist=a1 ray start --head --block --port=6379" in made
-    assert "--nodes=2 --ntasks=2 --exclude=a1 ray start --block --address=10.0.0.1:6379" in made
-    assert (
-        f"python -m distcse.train mine.yaml seed=3 --run-id distcse-7 storage.runs={folder}/runs "
-        f"storage.cache={folder}/cache at 10.0.0.1:6379 with secret" in made
+@pytest.mark.parametrize("by", ["path", "modules and venv", "apptainer", "pyxis"])
+def test_each_node_joins_and_the_head_starts_the_run(folder: Path, by: str, status: int) -> None:
+    mounts = f"{folder}:{folder},/data:/data,{folder}/runs:{folder}/runs,{folder}/cache:{folder}/cache"
+    apptainer = f"apptainer exec --nv --bind {mounts} --pwd {folder} x.sif"
+    pyxis = (
+        f"--container-image=x.sqsh --container-name=distcse --container-mounts=/tmp:/tmp,{mounts} "
+        f"--container-workdir={folder}"
     )
+    variables, step, run = {
+        "path": ({"SLURM_CPUS_PER_TASK": "4"}, "", ""),
+        "modules and venv": (
+            {
+                "BASH_FUNC_module%%": '() { echo "module $*" >> calls; }',
+                "DISTCSE_MODULES": "python/3.11 cuda/12",
+                "DISTCSE_VENV": f"{folder}/venv",
+                "SLURM_GPUS_ON_NODE": "2",
+            },
+            "",
+            "",
+        ),
+        "apptainer": (
+            {"DISTCSE_APPTAINER": "x.sif", "DISTCSE_MOUNTS": "/data:/data"},
+            f"{apptainer} ",
+            f"{apptainer} ",
+        ),
+        "pyxis": (
+            {"DISTCSE_PYXIS": "x.sqsh", "DISTCSE_MOUNTS": "/data:/data"},
+            f"{pyxis} ",
+            f"srun --disable-status --overlap --cpu-bind=none --nodes=1 --ntasks=1 --nodelist=a1 {pyxis} ",
+        ),
+    }[by]
+    if "DISTCSE_VENV" in variables:
+        make_commands(folder / "venv").clear()
+        (folder / "bin").rename(folder / "venv" / "bin")
+        make_commands(folder / "bin")
+    assert start(folder, steps=0, status=status, **variables).wait() == status
+    made = calls(folder)
+    for where in ("--nodes=1 --ntasks=1 --nodelist=a1", "--nodes=2 --ntasks=2 --exclude=a1"):
+        assert f"srun --overlap --cpu-bind=none {where} {step}bash -c " in made
+    numbers = {"path": "--num-cpus=4", "modules and venv": "--num-cpus=8 --num-gpus=2"}.get(by, "--num-cpus=8")
+    begun = f"ray start --block {numbers} --disable-usage-stats"
+    assert f"{begun} --head --port=20007 --dashboard-host=127.0.0.1\n" in made
+    assert f"{begun} --address=10.0.0.1:20007\n" in made
+    command = (
+        f"python -m distcse.train mine.yaml seed=3 --run-id distcse-7 storage.runs={folder}/runs "
+        f"storage.cache={folder}/cache"
+    )
+    assert f"{command} at 10.0.0.1:20007 with 64\n" in made and f"{run}{command}" in made
+    assert ("module load python/3.11 cuda/12\n" in made) == (by == "modules and venv")
     assert "requeue" not in made
 
 
@@ -405,21 +452,56 @@ def wait_for(text: str, folder: Path, job: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
-def test_signals_before_the_end_of_the_job_let_the_run_end_and_requeue_the_job(folder: Path) -> None:
+@pytest.mark.parametrize(("variables", "signal"), [({}, "TERM"), ({"DISTCSE_PYXIS": "x.sqsh"}, "INT")])
+def test_signals_before_the_end_of_the_job_let_the_run_end_and_requeue_the_job(
+    folder: Path, variables: dict[str, str], signal: str
+) -> None:
     """Only the first of three reaches the run, which ends at a second one without its checkpoint."""
-    job = start(folder, steps=300)
-    wait_for("python -m", folder, job)
+    job = start(folder, steps=300, **variables)
+    wait_for("at 10.0.0.1", folder, job)
     job.terminate()
-    wait_for("terminated", folder, job)
+    wait_for("got", folder, job)
     for _ in range(2):
         job.terminate()
         time.sleep(0.1)
     (folder / "written").touch()
     assert job.wait() == 130
-    assert calls(folder).count("terminated") == 1 and calls(folder).count("scontrol requeue 7") == 1
+    assert calls(folder).count("got") == 1 and f"got {signal}\n" in calls(folder)
+    assert calls(folder).count("scontrol requeue 7") == 1
 
 
 def test_a_node_on_which_ray_ends_fails_the_job(folder: Path) -> None:
     """Instead of a wait for it until the job's time is over."""
-    make_commands(folder / "bin", srun='[[ "$*" == *hostname* ]] && echo 10.0.0.1', python="echo 1", sleep="")
+    make_commands(folder / "bin", ray="", python="echo 1", sleep="")
     assert start(folder, steps=0).wait() == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "said", "shown", "asks"),
+    [
+        ({}, "ok    resources          enough\n9 ok, 0 warn, 0 fail", "", 1),
+        # The login node's own size says nothing of the job's nodes, but no dry run fits on it.
+        ({}, "fail  resources          16 GPUs\nfail  memory             little\n7 ok, 0 warn, 2 fail", "skip", 0),
+        ({}, "fail  corpus             none\nfail  model              none\n7 ok, 0 warn, 2 fail", "fail fail", 0),
+        ({}, "distcse: [DCSE-R03] unknown key", "distcse:", 0),
+        ({}, "", "fail", 0),  # killed
+        ({"DISTCSE_APPTAINER": "x.sif"}, "9 ok, 0 warn, 0 fail", "", 1),
+        ({"DISTCSE_PYXIS": "/x.sqsh"}, "", "fail fail skip", 0),
+    ],
+)
+def test_a_check_before_the_queue_has_a_line_for_each_thing_that_fails(
+    folder: Path, variables: dict[str, str], said: str, shown: str, asks: int
+) -> None:
+    python = 'echo "python $*" >> calls; [ "$2" != distcse ] || { printf %s "$SAID"; false; }'
+    make_commands(folder / "bin", python=python, sbatch='echo "sbatch $*" >> calls; exit ${REFUSED:-0}')
+    for refused in (0, 1):
+        environment = {**make_commands(folder / "bin"), "SAID": said, "REFUSED": str(refused), **variables}
+        words = ["bash", str(SLURM), "--check", "--nodes=2", "--gres=gpu:a100:4", "mine.yaml", "seed=3"]
+        (folder / "calls").unlink(missing_ok=True)
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("ok ")]
+        assert " ".join(line.split()[0] for line in lines) == f"{shown}{' fail' * refused}".strip(), done.stdout
+        succeeds = not refused and " ok, " in said and "fail" not in shown
+        assert done.returncode == (not succeeds) and not done.stderr
+        assert f"sbatch --test-only --nodes=2 --gres=gpu:a100:4 {SLURM} mine.yaml seed=3\n" in calls(folder)
+        assert calls(folder).count("\npython -m distcse.train mine.yaml seed=3 --dry-run storage.runs=") == asks
