@@ -158,7 +158,7 @@ def test_a_student_of_a_family_on_a_drained_node_continues_on_another(recipe_fil
     recipe = (
         recipe_file,
         *FAMILY,
-        "training.epochs=40",
+        "training.epochs=100",
         "family=[{layers: 1}, {layers: 3}]",
         "evaluation.eval_steps=10000",
     )
