@@ -72,7 +72,13 @@ def slurm() -> Iterator[dict[str, str]]:
     config.write_text(
         CONFIG.format(folder=folder, host=socket.gethostname(), user=getpass.getuser(), ports=free_ports(3))
     )
-    environment = user_environment(SLURM_CONF=str(config), PATH=PATH, PYTHONPATH=str(ROOT), RAY_TMPDIR=str(folder))
+    environment = user_environment(
+        SLURM_CONF=str(config),
+        PATH=PATH,
+        PYTHONPATH=str(ROOT),
+        RAY_TMPDIR=str(folder),
+        RAY_raylet_start_wait_time_s="120",  # as tests/kills.py
+    )
     for gpu in range(4):
         (folder / f"gpu{gpu}").touch()
     (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu Type=a100 File={folder}/gpu[0-3]\n")
@@ -96,7 +102,11 @@ def slurm() -> Iterator[dict[str, str]]:
                 assert process.poll() is None, Path(log.name).read_text()
                 time.sleep(0.1)
         wait_until(lambda: ask(environment, "sinfo", "--noheader", "--format=%D %t") == "2 idle", environment, 60)
-        yield environment
+        try:
+            yield environment
+        finally:  # daemons that end leave jobs running
+            ask(environment, "scancel", "--user", getpass.getuser())
+            wait_until(lambda: ask(environment, "squeue", "--noheader") == "", environment, 120)
 
 
 def ask(environment: dict[str, str], *command: str, folder: Path = ROOT) -> str:
