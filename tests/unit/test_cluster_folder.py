@@ -362,7 +362,8 @@ STANDINS = {
     "for signal in TERM INT; do\n"
     'trap "echo got $signal >> calls; until [ -e written ]; do sleep 0.02; done; exit 130" $signal\n'
     "done\n"
-    'until grep -q -- "--address=" calls; do sleep 0.02; done\n'  # the other nodes' Ray begins in the background
+    # Ray begins on all nodes in the background.
+    'until grep -q "^ray .*--head" calls && grep -q "^ray .*--address=" calls; do sleep 0.02; done\n'
     "for _ in $(seq ${STEPS}); do sleep 0.1; done; exit ${STATUS}",
 }
 
