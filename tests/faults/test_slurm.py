@@ -62,7 +62,7 @@ pytestmark = [
 
 @pytest.fixture
 def slurm() -> Iterator[dict[str, str]]:
-    """Slurm's daemons with two idle nodes of 4 CPUs and 4 GPUs that no program can use; the environment of its users."""
+    """Slurm's daemons with two idle nodes of 4 CPUs and 4 GPUs that no program can use; its users' environment."""
     folder = Path(tempfile.mkdtemp(prefix="dcse"))  # short, because paths of sockets are limited
     folder.chmod(0o755)
     key = folder / "munge.key"
