@@ -21,7 +21,7 @@ import pytest
 from tests.commands import user_environment
 from tests.conftest import ROOT
 from tests.jobs import make_recipe
-from tests.ports import free_ports
+from tests.ports import free_port, free_ports
 
 PATH = f"{os.environ['PATH']}{os.pathsep}/usr/sbin"
 MISSING = [
@@ -34,7 +34,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=5
+AuthInfo=socket={folder}/munge.socket
 SlurmctldPort={ports[0]}
 StateSaveLocation={folder}
 SlurmdSpoolDir={folder}/%n
@@ -62,7 +62,7 @@ pytestmark = [
 
 @pytest.fixture
 def slurm() -> Iterator[dict[str, str]]:
-    """Slurm's daemons with two idle nodes of 4 CPUs and 4 GPUs that no program can use; the environment of its users."""
+    """Slurm's daemons with two idle nodes of 4 CPUs and 4 GPUs that no program can use; its users' environment."""
     folder = Path(tempfile.mkdtemp(prefix="dcse"))  # short, because paths of sockets are limited
     folder.chmod(0o755)
     key = folder / "munge.key"
@@ -77,6 +77,7 @@ def slurm() -> Iterator[dict[str, str]]:
         PATH=PATH,
         PYTHONPATH=str(ROOT),
         RAY_TMPDIR=str(folder),
+        DISTCSE_RAY_PORT=str(free_port()),  # the default is of the job's number, which another test's Slurm also gives
         RAY_raylet_start_wait_time_s="120",  # as tests/kills.py
     )
     for gpu in range(4):
@@ -168,11 +169,12 @@ def test_a_run_is_requeued_by_a_signal_resumes_and_ends(
         )
         wrapper.chmod(0o755)
         environment |= {"DISTCSE_PYXIS": "x.sqsh", "PATH": f"{wrapper.parent}:{PATH}"}
-    words = ["--parsable", f"--chdir={tmp_path}", "--output=log", str(SCRIPT), "recipe.yaml", "training.epochs=40"]
+    words = ["--parsable", f"--chdir={tmp_path}", "--output=log", str(SCRIPT), "recipe.yaml", "training.epochs=20"]
     words += [
         "training.workers=1",
         "training.cpus_per_worker=1",
         "training.log_every=2",
+        "evaluation.eval_steps=200",
     ]
     job = ask(environment, "sbatch", *words)
     run = tmp_path / "runs" / f"distcse-{job}"
@@ -192,6 +194,7 @@ def test_a_run_is_requeued_by_a_signal_resumes_and_ends(
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text()
     before = json.loads((latest / "trainer_state.json").read_text())
     assert before["step"] > 0 and not before["finished"], log()
+    ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes
     wait_until(lambda: has("JobState=COMPLETED"), slurm)
     steps = [
         event["step"]
