@@ -30,6 +30,9 @@ BEFORE_IMPORT = {
 
 LOCAL_CLUSTER = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    # The dashboard's ten processes import Ray at the same time: on two busy CPUs, the defaults of 30 and 60 s are too short.
+    "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "150",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "180",
     # Ray Train polls reports of dev scores at this interval; with the default of 2 s, each report would take 2 s. `RunConfig`
     # has no such setting.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",

@@ -119,7 +119,11 @@ def test_ray_reads_the_variables() -> None:
     own = versions.BEFORE_IMPORT, versions.LOCAL_CLUSTER, versions.TUNE, versions.TUNE_TRIAL, versions.pending_trials(1)
     names = [name for variables in own for name in variables]
     folder = Path(ray.__file__).parent
-    files = [file for part in ("_private", "_common", "train", "tune", "air") for file in (folder / part).rglob("*.py")]
+    files = [
+        file
+        for part in ("_private", "_common", "dashboard", "train", "tune", "air")
+        for file in (folder / part).rglob("*.py")
+    ]
     text = "".join(file.read_text(errors="ignore") for file in files)
     library = (folder / "_raylet.so").read_bytes()  # reads its settings without the prefix RAY_
     assert [name for name in names if name not in text and name.removeprefix("RAY_").encode() not in library] == []
