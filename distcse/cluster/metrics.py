@@ -6,12 +6,12 @@ no metrics.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ray.util.metrics import Counter, Gauge
 
+from distcse.devices.process import repeated
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StageProgress, StepReport
 
 _TAGS = ("run", "group")
@@ -101,22 +101,15 @@ def metered(reporter: Reporter, run: str) -> Iterator[Reporter]:
     Gauges keep their values during the block. Nothing here uses Ray afterwards: that would end the process if Ray is just
     being shut down.
     """
-    metrics = RunMetrics(run)
-    ended = threading.Event()
+    metrics, is_open = RunMetrics(run), True
 
     def emit(event: Event) -> None:
-        if not ended.is_set():
+        if is_open:
             metrics.on_event(event)
         reporter.emit(event)
 
-    def refresh() -> None:
-        while not ended.wait(_REFRESH_S):
-            metrics.refresh()
-
-    thread = threading.Thread(target=refresh, name="metrics", daemon=True)
-    thread.start()
     try:
-        yield Reporter(emit, reporter.stop_requested)
+        with repeated(metrics.refresh, _REFRESH_S, "metrics"):
+            yield Reporter(emit, reporter.stop_requested)
     finally:
-        ended.set()
-        thread.join()
+        is_open = False

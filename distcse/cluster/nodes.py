@@ -5,15 +5,16 @@ Ray is imported in functions: `cluster` sets its variables first.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distcse.cluster.cluster import wait_for_ray
 from distcse.cluster.versions import draining_nodes
 from distcse.devices.cluster import ClusterSpeeds
+from distcse.devices.process import repeated
 from distcse.devices.resources import Node, ResourceRequest, Resources, find_shortfall
 from distcse.errors import ClusterTooSmallError, StoppedEarlyError, last_line
 from distcse.events import LogMessage, Reporter
@@ -136,21 +137,12 @@ def scaled_up(requests: Sequence[ResourceRequest], wait_s: float, reporter: Repo
 
     Ray has one such request for the entire cluster: a later one, of this run or of another, replaces it.
     """
-    ended = threading.Event()
-
-    def renew() -> None:
-        while not ended.wait(RENEW_INTERVAL_S):
-            _request_nodes(requests, reporter)
-
     _request_nodes(requests, reporter)
-    thread = threading.Thread(target=renew, name="autoscaling", daemon=True)
-    thread.start()
     try:
-        _wait_for_nodes(requests, wait_s, reporter)
-        yield
+        with repeated(partial(_request_nodes, requests, reporter), RENEW_INTERVAL_S, "autoscaling"):
+            _wait_for_nodes(requests, wait_s, reporter)
+            yield
     finally:
-        ended.set()
-        thread.join()
         _request_nodes([], reporter)
 
 

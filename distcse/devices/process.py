@@ -1,4 +1,4 @@
-"""This process: launchers that start it twice, signals, a closed pipe, its exit status, and its imports."""
+"""This process: launchers that start it twice, signals, a closed pipe, its exit status, its imports, and repeated calls."""
 
 from __future__ import annotations
 
@@ -68,6 +68,27 @@ def gc_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def repeated(function: Callable[[], object], interval_s: float, thread: str) -> Iterator[None]:
+    """Context manager: call a function every `interval_s` seconds, on a daemon thread of this name, until the block ends.
+
+    The end waits for a call that runs, so that none comes later.
+    """
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(interval_s):
+            function()
+
+    repeating = threading.Thread(target=repeat, name=thread, daemon=True)
+    repeating.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        repeating.join()
 
 
 def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> int:

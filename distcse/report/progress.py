@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
 from distcse.devices import host
+from distcse.devices.process import repeated
 from distcse.events import (
     DevScore,
     Event,
@@ -208,7 +209,8 @@ def open_view(quiet: bool = False, json: bool = False, is_loading: bool = False)
     elif quiet:
         yield QuietView(console)
     elif not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
-        with _reminders(view := PlainView(console)):
+        view = PlainView(console)
+        with repeated(view.remind, REMINDER_INTERVAL_S, "reminders"):
             if is_loading:
                 view.show(loading)
             yield view
@@ -218,24 +220,6 @@ def open_view(quiet: bool = False, json: bool = False, is_loading: bool = False)
             if is_loading:
                 live.show(loading)
             yield live
-
-
-@contextmanager
-def _reminders(view: PlainView) -> Iterator[None]:
-    """Look every second, in a thread, whether a reminder is due."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(REMINDER_INTERVAL_S):
-            view.remind()
-
-    thread = threading.Thread(target=watch, name="reminders", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 @contextmanager

@@ -475,12 +475,17 @@ def lose_a_node(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps({"returned": returned, "attempts": attempts_in(folder / "calls")}))
 
 
-@pytest.mark.slow
-def test_the_function_of_a_lost_node_is_repeated_on_the_other_once_that_is_free(nodes: Nodes, tmp_path: Path) -> None:
+def drive_and_replace(nodes: Nodes, driver: str, folder: Path) -> dict[str, Any]:
+    """As `drive`, for a driver that ends the second node, which the next test needs."""
     try:
-        found = drive(nodes, "lose_a_node", tmp_path)
+        return drive(nodes, driver, folder)
     finally:
         nodes.start(2, "--num-gpus=1")
+
+
+@pytest.mark.slow
+def test_the_function_of_a_lost_node_is_repeated_on_the_other_once_that_is_free(nodes: Nodes, tmp_path: Path) -> None:
+    found = drive_and_replace(nodes, "lose_a_node", tmp_path)
     assert found == {"returned": [0, 1], "attempts": [2, 1]}
 
 
@@ -508,10 +513,7 @@ def drain_a_node(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_drained_node_gets_no_function_and_its_training_continues_on_another(nodes: Nodes, tmp_path: Path) -> None:
-    try:
-        found = drive(nodes, "drain_a_node", tmp_path)
-    finally:
-        nodes.start(2, "--num-gpus=1")
+    found = drive_and_replace(nodes, "drain_a_node", tmp_path)
     assert len(found["places"]) == 4 and not {found["drained"], "stopped"} & {*found["places"]}
     (warning,) = (text for text in found["messages"] if "Ray drains" in text)
     assert "the training: it continues on another from its checkpoint" in warning
