@@ -255,7 +255,7 @@ def _runtime_env(cluster: JobCluster, written: BaseRecipe, folder: Path, files: 
     # version for the one they have. The metadata tell distcse its version.
     metadata = folder / f"distcse-{distcse.version}.dist-info"
     metadata.mkdir()
-    metadata.joinpath("METADATA").write_text(distcse.read_text("METADATA") or "")
+    metadata.joinpath("METADATA").write_text(str(distcse.metadata))  # a clone's may be in another file
     constraints = re.sub(r"(?m)^ray==.*$", f"ray=={cluster.ray}", (package / "constraints.txt").read_text())
     # Ray keeps installed requirements by their lines, so the file's name depends on its contents.
     name = f"constraints-{text_checksum(constraints)[:12]}.txt"
