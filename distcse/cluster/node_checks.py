@@ -1,14 +1,18 @@
-"""Checks that all nodes see the same files and buckets, and have the same versions and time, by a task on each."""
+"""Checks by a task on each node: whether all see the same files and buckets, have the same versions and time, and connect."""
 
 from __future__ import annotations
 
 import platform
 import secrets
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.cluster.nodes import alive, ask_nodes
 from distcse.devices.cluster import Labels, Paths
@@ -17,8 +21,14 @@ from distcse.devices.resources import Node
 from distcse.errors import SharedStorageError, StorageError, last_line
 from distcse.storage import ArtifactStore, open_store, write_text_atomic
 
+Peer = tuple[str, int, str]
+"""Address and port of a node that listens, and the range of such ports."""
 _ANSWER_TIMEOUT_S = 120
 """Seconds for a node to answer: it starts a process, and a network file system can be slow at first."""
+_CONNECT_TIMEOUT_S = 10.0
+"""Seconds for a connection between two nodes; a firewall that drops packets never answers."""
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""File with the ports that this machine gives to processes which ask for any."""
 _CLOCK_S = 300.0
 """Seconds that clocks may differ: Kerberos refuses more, object storage more than 900."""
 
@@ -45,10 +55,11 @@ def find_unlike(written: Paths, read: Paths, labels: Sequence[Labels]) -> dict[s
     try:
         for marker in markers.values():
             write_text_atomic(marker, token)
-        began = time.time()
-        arguments = check_node, versions(), buckets, markers, existing, token
-        answers = ask_nodes(nodes, *arguments, timeout_s=_ANSWER_TIMEOUT_S, name="check nodes")
-        ended = time.time()
+        with listening(nodes[0]) as peer:
+            began = time.time()
+            arguments = check_node, versions(), buckets, markers, existing, token, peer
+            answers = ask_nodes(nodes, *arguments, timeout_s=_ANSWER_TIMEOUT_S, name="check nodes")
+            ended = time.time()
         problems = {node.address: _problem_of(answers[node.id], began, ended) for node in nodes}
         return {address: problem for address, problem in problems.items() if problem is not None}
     finally:
@@ -60,6 +71,33 @@ def other_nodes(labels: Sequence[Labels]) -> list[Node]:
     """Return the nodes that can get work, except this one."""
     own_id = ray.get_runtime_context().get_node_id()
     return [node for node in alive() if node.id != own_id and any(node.has(required) for required in labels)]
+
+
+class Listener:
+    """Holds a free port, as a training worker does for the others; it accepts connections and answers none."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("", 0), backlog=1024)
+
+    def port(self) -> tuple[int, str]:
+        """Return the port, and the range from which this machine takes such ports."""
+        span = "-".join(_PORT_RANGE.read_text().split()) if _PORT_RANGE.exists() else "1024-65535"
+        return self._server.getsockname()[1], span
+
+
+@contextmanager
+def listening(node: Node) -> Iterator[Peer | None]:
+    """Context manager: listen on a node; None if it does not start a process, which its own check reports."""
+    on = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    actor = ray.remote(num_cpus=0)(Listener).options(scheduling_strategy=on).remote()
+    try:
+        try:
+            peer = node.address, *ray.get(actor.port.remote(), timeout=_ANSWER_TIMEOUT_S)
+        except RayError:
+            peer = None
+        yield peer
+    finally:
+        ray.kill(actor)
 
 
 def _problem_of(answer: tuple[str | None, float] | RayError, began: float, ended: float) -> str | None:
@@ -90,9 +128,14 @@ def versions() -> dict[str, str]:
 
 
 def check_node(
-    expected: Mapping[str, str], buckets: Mapping[str, ArtifactStore], markers: Paths, read: Paths, token: str
+    expected: Mapping[str, str],
+    buckets: Mapping[str, ArtifactStore],
+    markers: Paths,
+    read: Paths,
+    token: str,
+    peer: Peer | None,
 ) -> tuple[str | None, float]:
-    """On another node: return what makes it unlike the driver's, if anything, and its time."""
+    """On another node: return what makes it unlike the driver's or cut off from `peer`, if anything, and its time."""
     own = versions()
     found = [
         f"has {name} {own[name]}, this machine {version}; install {name} {version} there"
@@ -101,7 +144,18 @@ def check_node(
     ]
     if not found:
         found = [problem for key, bucket in buckets.items() if (problem := _probe(key, bucket)) is not None]
-    return (found[0] if found else check_paths(markers, read, token)), time.time()
+    problem = found[0] if found else check_paths(markers, read, token)
+    return problem or (None if peer is None else check_connection(*peer)), time.time()
+
+
+def check_connection(address: str, port: int, span: str) -> str | None:
+    """On another node: return why it cannot connect to a port of a node, if so, as workers of a run connect."""
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or "no answer"
+        return f"cannot connect to port {port} of node {address} ({reason}); open TCP ports {span} between nodes"
+    return None
 
 
 def _probe(key: str, bucket: ArtifactStore) -> str | None:

@@ -27,7 +27,7 @@ from distcse.cluster.cluster import ClusterConfig, StartingCluster, cluster, fix
 from distcse.cluster.group_actors import open_group_store
 from distcse.cluster.health import check_cluster
 from distcse.cluster.heartbeat import HeartbeatMonitor
-from distcse.cluster.node_checks import check_node, check_paths
+from distcse.cluster.node_checks import Listener, check_node, check_paths
 from distcse.cluster.nodes import DrainNotices, ResourceWatchdog
 from distcse.cluster.teacher_servers import server_of
 from distcse.cluster.train_workers import result_unless_paused
@@ -226,9 +226,21 @@ def test_a_node_with_other_versions_or_without_the_bucket_is_named(tmp_path: Pat
         ({**here, "distcse": ""}, {}, None),  # a working directory that is not installed
         (here, {"storage.runs": bucket}, "cannot use s3://nobody-has-this/runs, storage.runs"),
     ):
-        problem, clock = check_node(expected, buckets, {}, {}, "token")
+        problem, clock = check_node(expected, buckets, {}, {}, "token", None)
         assert (problem is None) == (words is None) and (words or "") in (problem or "")
         assert node_checks.clock_problem(clock, time.time(), time.time()) is None
+
+
+def test_a_node_that_does_not_reach_another_names_the_ports_to_open() -> None:
+    """Training workers connect to ports that each machine chooses, which a firewall may close."""
+    listener = Listener()
+    port, span = listener.port()
+    here = node_checks.versions()
+    assert check_node(here, {}, {}, {}, "token", ("127.0.0.1", port, span))[0] is None
+    del listener
+    problem, _ = check_node(here, {}, {}, {}, "token", ("127.0.0.1", port, "32768-60999"))
+    refused = f"cannot connect to port {port} of node 127.0.0.1 (Connection refused)"
+    assert problem == f"{refused}; open TCP ports 32768-60999 between nodes"
 
 
 # Actors and backends
