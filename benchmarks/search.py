@@ -154,7 +154,7 @@ def distill_candidates(loss: str, overrides: list[str], rate: float, folder: Pat
     generator = np.random.default_rng(recipe.seed)
     held_out = {*corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[1].tolist()}
     rows = np.array([number for number, query in enumerate(queries.tolist()) if query not in held_out])
-    rows = np.concatenate([generator.permutation(rows) for _ in range(recipe.training.epochs)])
+    rows = np.concatenate([generator.permutation(rows) for _ in range(round(recipe.training.epochs))])
     chosen = np.array([generator.permutation(found.ids.shape[1])[:per_step] for _ in rows])
     scores = np.take_along_axis(found.scores[rows], chosen, axis=1)
     ids = np.take_along_axis(np.asarray(found.ids)[rows], chosen, axis=1)
