@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distcse.devices.distributed import on_all_ranks, rank
 from distcse.errors import CorpusError, TeacherError
-from distcse.losses import TeacherOutputs, Views, build_objective, gather_views
+from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.losses.views import gather_rows
 from distcse.recipe import ObjectiveSection
 from distcse.training.engines import torch_engine
@@ -160,15 +160,6 @@ def test_workers_gather_rows_in_order_and_sum_gradients(answers: list[dict[str, 
 def test_views_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(3, 4\).*\(2, 4\)"):
         gather_views(torch.randn(3, 4), torch.randn(2, 4))
-
-
-def test_one_worker_has_the_global_batch() -> None:
-    z1, z2 = torch.randn(3, 4), torch.randn(3, 4)
-    views = gather_views(z1, z2)
-    assert (views.rows, views.columns, views.offset) == (3, 3, 0)
-    assert torch.equal(views.all_z1, z1) and torch.equal(views.all_z2, z2)
-    part = Views(z1[:2], z2[:2], z1, z2, offset=2)
-    assert (part.rows, part.columns) == (2, 3) and part.similarities.shape == part.reverse.shape == (2, 3)
 
 
 # -- all-reduce ----------------------------------------------------------------------------------------------------------
