@@ -411,8 +411,8 @@ def test_embeddings_of_low_rank_are_factorized_exactly(kind: str, tiny: Callable
 def test_a_factorized_student_is_saved_for_other_libraries(tiny: Callable[..., Path], tmp_path: Path) -> None:
     section = StudentSection(backbone=str(tiny("bert")), pooling="mean", max_length=16, embedding_size=8)
     student = Encoder.from_section(section)
-    dropouts = {type(module) for module in student.backbone.modules() if isinstance(module, torch.nn.Dropout)}
-    assert dropouts == {Dropout}
+    dropouts = [module for module in student.backbone.modules() if isinstance(module, torch.nn.Dropout)]
+    assert {(type(module), module.p) for module in dropouts} == {(Dropout, 0.1)}
     assert not Encoder.from_section(section.model_copy(update={"dropout": 0.0})).has_dropout
     saved = assert_saved_alike(student, tmp_path / "model", TEXTS, atol=1e-6)
     assert saved.backbone.config.model_type == "electra" and saved.backbone.config.embedding_size == 8

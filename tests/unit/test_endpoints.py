@@ -416,15 +416,6 @@ def test_a_rerankers_request_has_one_query_and_its_scores_are_in_order(
     np.testing.assert_allclose(scorer.score(PAIRS), found[0])
 
 
-def test_a_rerankers_request_that_is_too_large_is_halved_and_a_busy_server_asked_again(
-    server: Server, waits: list[float]
-) -> None:
-    server.refusal = above(2, 413, "batch size > maximum allowed")
-    server.delays = [(200, None), (200, None), (503, None)]
-    np.testing.assert_allclose(reranker(server).score(PAIRS), [score_of(*pair) for pair in PAIRS], rtol=1e-6)
-    assert waits == [0.5] and server.requests == [5, 3, 2, 2, 1, 2, 2, 1, 1]
-
-
 def test_errors_of_a_reranker_name_its_route_and_servers(server: Server) -> None:
     server.refusal = lambda texts: (404, "")
     with fails_with(

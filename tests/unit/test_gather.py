@@ -213,15 +213,6 @@ def test_the_sum_equals_that_of_full_gradients(answers: list[dict[str, Any]]) ->
         assert answer["sent"] == [ROWS, dense + len({*SEEN[0], *SEEN[1]}) * WIDTH]
 
 
-def test_a_single_worker_sends_nothing() -> None:
-    model = Small()
-    model(torch.tensor([1, 2])).backward()
-    before = model.words.weight.grad.clone()  # type: ignore[union-attr]
-    all_reduce_gradients(list(model.parameters()), large_embeddings(model))
-    assert large_embeddings(model) == {model.words.weight}
-    assert torch.equal(model.words.weight.grad, before)  # type: ignore[arg-type]
-
-
 # -- mistakes -------------------------------------------------------------------------------------------------------------
 
 
