@@ -36,6 +36,7 @@ from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.distillation.distillation_task import TrainSpec, build_encoder
 from distcse.teachers.table import EmbeddingTable
 from distcse.text.collate import Tokens, collate
+from distcse.training.dropout_rng import dropout_rng, dropout_seed
 from tests.backends import run
 from tests.failures import fails_with
 from tests.gpusim import simulated
@@ -115,6 +116,21 @@ def test_the_sentences_vector_stands_in_slot_0(tiny: Callable[..., Path], tmp_pa
     torch.testing.assert_close(found, hidden, atol=1e-5, rtol=1e-4)
     again = encoder(ids["input_ids"], ids["attention_mask"])
     assert torch.isfinite(again).all()  # the hook is gone
+
+
+def test_sampling_is_a_function_of_seed_step_and_stream(
+    encoder: Encoder, detector_with: Callable[..., EditDetector]
+) -> None:
+    detector = detector_with(sampling="sample").train()
+    ids = encoder.tokenizer(["A man is playing a guitar."] * 4, return_tensors="pt")
+    tokens = Tokens(ids["input_ids"], ids["attention_mask"])
+
+    def edited(step: int, stream: int) -> Tensor:
+        with dropout_rng(dropout_seed(42, step, stream), tokens.ids.device):
+            return detector.edit(tokens).ids
+
+    assert torch.equal(edited(3, 0), edited(3, 0))
+    assert not torch.equal(edited(3, 0), edited(4, 0)) and not torch.equal(edited(3, 0), edited(3, 1))
 
 
 @pytest.mark.parametrize("reduction", ["all", "nonpad"])

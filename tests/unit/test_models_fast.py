@@ -20,7 +20,7 @@ from distcse.api import run
 from distcse.events import Reporter
 from distcse.losses import gather_views
 from distcse.models import CrossEncoder, Encoder, pool
-from distcse.models.cpu_kernels import dropout, is_faster, use_mkldnn_linear
+from distcse.models.cpu_kernels import Dropout, dropout, fast_dropout, is_faster, use_mkldnn_linear
 from distcse.models.fast_layers import can_pack, can_stop_at_one, worth_packing
 from distcse.models.folder import model_class
 from distcse.models.student import layers_of
@@ -274,6 +274,21 @@ def test_other_poolings_and_layers_use_the_plain_forward_pass() -> None:
     assert set(passed) == {11}
 
 
+def test_only_the_last_layers_dropout_differs_and_the_layer_is_restored() -> None:
+    encoder = Encoder(backbone_of("bert"), MaskTokenizer(), "cls", 11).train()
+    seen: list[Tensor] = []
+    encoder.backbone.encoder.layer[1].register_forward_hook(lambda _, inputs, output: seen.append(output))
+    ids, mask = batch()
+    torch.manual_seed(3)
+    one = encoder(ids, mask)
+    torch.manual_seed(3)
+    plain_vectors(encoder, ids, mask)
+    assert torch.equal(seen[0], seen[1])
+    torch.manual_seed(3)
+    assert torch.equal(encoder(ids, mask), one)
+    assert all("forward" not in module.__dict__ for module in encoder.modules())
+
+
 @pytest.mark.parametrize("kind", ["roberta", "distilbert", "modernbert"])
 def test_a_cross_encoder_has_the_scores_of_the_plain_forward_pass(
     kind: str, tiny: Callable[..., Path], tmp_path: Path
@@ -355,6 +370,15 @@ def test_dropout_follows_the_seed_masks_the_gradient_and_is_for_training() -> No
     torch.testing.assert_close(values.grad * values.detach(), first.detach())
     assert torch.equal(dropout(values, 0.5, False), values) and torch.equal(dropout(values, 0.0, True), values)
     assert torch.isfinite(dropout(values, 1 - 1e-9, True)).all() and dropout(values[:0], 0.5, True).shape == (0, 5)
+
+
+def test_only_the_dropout_layers_of_a_model_are_replaced() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25), nn.Sequential(nn.AlphaDropout(0.5)))
+    names = list(model.state_dict())
+    fast_dropout(model)
+    assert [type(module) for module in model] == [nn.Linear, Dropout, nn.Sequential]
+    assert type(model[2][0]) is nn.AlphaDropout
+    assert list(model.state_dict()) == names and model[1].p == 0.25
 
 
 @pytest.mark.parametrize("family", ["albert", "electra", "mt5", "bart"])

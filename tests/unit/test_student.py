@@ -154,6 +154,26 @@ def in_worker(complete: TrainSpec, moved: TrainSpec, tables: list[EmbeddingTable
     return train(moved, tables, stop_after=2)
 
 
+@pytest.mark.parametrize(
+    ("engine", "stage"),
+    [
+        ("deepspeed", 0),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("torch", 0), ("deepspeed", 2), ("deepspeed", 3))),
+    ],
+)
+def test_two_workers_equal_one_and_a_run_moves_between_them(
+    recipe_with: MakeRecipe, undisturbed: Callable[..., Weights], engine: str, stage: int
+) -> None:
+    overrides = (f"training.engine={engine}", f"training.zero_stage={stage}", "training.dropout_rng_streams=2", SHORT)
+    recipe = recipe_with(*overrides)
+    (together, tables), (moved, _) = make_spec(recipe), make_spec(recipe)
+    results = run_workers(in_worker, 2, together, moved, tables)
+    assert_same_learning(undisturbed(*overrides), weights_of(together.run.path))
+    assert results[0].interrupted and results[1].interrupted
+    assert train(moved, tables).state.finished
+    assert_same_learning(undisturbed(*overrides), weights_of(moved.run.path))
+
+
 class Tempered(nn.Module):
     """Cross-entropy with the teachers' lists at a learned temperature, through a learned projection; counts its calls."""
 
