@@ -26,6 +26,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from distcse.models import Encoder
+
 KINDS = ("bert", "roberta", "distilbert", "minilm", "modernbert", "t5")
 
 
@@ -287,3 +289,26 @@ def their_vectors(folder: Path, texts: Sequence[str], **settings: Any) -> np.nda
     model = SentenceTransformer(str(folder), device="cpu", **settings)
     vectors: np.ndarray = model.encode(list(texts), show_progress_bar=False)
     return vectors
+
+
+def assert_saved_alike(
+    encoder: Encoder, folder: Path, texts: Sequence[str], atol: float = 1e-5, **settings: Any
+) -> Encoder:
+    """Save an encoder, and assert that distcse and sentence-transformers read the same vectors from the folder.
+
+    Args:
+        encoder: The encoder.
+        folder: Where it is saved.
+        texts: Texts to compare.
+        atol: Largest difference of distcse's vectors; those of sentence-transformers may differ by 1e-5.
+        settings: Settings with which both load the folder.
+
+    Returns:
+        The encoder that was loaded from the folder.
+    """
+    vectors = encoder.encode(texts)
+    encoder.save(folder)
+    again = Encoder.load(folder, **settings)
+    np.testing.assert_allclose(again.encode(texts), vectors, atol=atol, rtol=0)
+    np.testing.assert_allclose(their_vectors(folder, texts, **settings), vectors, atol=1e-5, rtol=0)
+    return again

@@ -6,7 +6,7 @@ import gzip
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.experiment import Experiment
 from distcse.runs.mutual.experiment import MutualDistillation
-from distcse.runs.mutual.phase_store import Phase, PhaseStore, StoredScores
+from distcse.runs.mutual.phase_store import StoredScores
 from distcse.storage import content_key, open_store
 from distcse.teachers.embedding import identity_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
@@ -196,12 +196,6 @@ def test_scores_of_a_phase_are_named_and_checked_by_their_content(tmp_path: Path
         np.testing.assert_array_equal(written.read(), each)
     with fails_with(RunRecordError, "changed"):
         replace(stored[0], name=stored[4].name).read()
-    store, other = PhaseStore(open_store(tmp_path / "run")), scores[::-1].copy()
-    for number, (group, phase) in enumerate(product(("bert", "roberta"), (Phase(0), Phase(1)))):
-        store.post(group, phase, np.float32(number) + other, None)
-    reopened = PhaseStore(open_store(tmp_path / "run"))
-    for number, (group, phase) in enumerate(product(("bert", "roberta"), (Phase(0), Phase(1)))):
-        np.testing.assert_array_equal(reopened.scores(group, phase), np.float32(number) + other)
 
 
 def replace_in(file: Path, old: str, new: str) -> None:
@@ -226,6 +220,7 @@ def assert_each_changes_one_key(
         assert {key for key in before if before[key] != after[key]} == {name}
         with fails_with(ResumeMismatchError, name):
             run.record(0, after)
+    run.record(0, {})  # an earlier record may have data that a resumed run does not read
 
 
 def test_a_mutual_run_records_the_text_that_it_mines(

@@ -1,7 +1,8 @@
-"""Endpoints as TEI, vLLM, infinity and services are: requests and answers, limits, texts that are refused, and waiting."""
+"""Endpoints as TEI, vLLM, infinity and services are, and rerankers: requests, answers, limits, refused texts, and waiting."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import subprocess
@@ -17,14 +18,17 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from distcse.errors import EndpointError, RefusedTextError
+from distcse.errors import EndpointError, RefusedTextError, UnsuitableTeacherError
 from distcse.events import Reporter
-from distcse.recipe import EndpointSection, TeacherSection, load_recipe
+from distcse.recipe import EndpointSection, Recipe, TeacherSection, load_recipe
 from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.corpus import prepare_candidates, prepare_tables, read_corpus
+from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.storage import open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.endpoint import Endpoint
+from distcse.teachers.kinds.reranker import Reranker
 from distcse.text import Corpus
 from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with
@@ -34,6 +38,9 @@ Refusal = Callable[[list[str]], tuple[int, str] | None]
 
 TEXTS = [" ".join(["word"] * (1 + number % 7)) for number in range(90)]
 TOO_LONG = "long " * 600
+PAIRS = [
+    (f"query {query}", f"document {query} {place}") for query, count in enumerate((5, 3, 1)) for place in range(count)
+]
 
 
 def above(texts: int, status: int, answer: str) -> Refusal:
@@ -48,7 +55,7 @@ def with_text(refused: str, status: int, answer: str) -> Refusal:
 
 @dataclass
 class Server:
-    """An embeddings endpoint whose vectors are a text's length and number of words; it refuses, or asks to wait."""
+    """An endpoint whose vectors are a text's length and number of words, and a reranker; it refuses, or asks to wait."""
 
     url: str = ""
     refusal: Refusal = lambda texts: None
@@ -56,15 +63,16 @@ class Server:
     """Status and `Retry-After` of the first answers."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
     @property
     def requests(self) -> list[int]:
         """Number of texts of each request."""
-        return [len(body["input"]) for body in self.bodies]
+        return [len(texts_of(body)) for body in self.bodies]
 
     def answer(self, body: dict[str, Any], headers: Message) -> Reply:
-        texts = body["input"]
+        texts = texts_of(body)
         self.bodies.append(body)
         self.keys.append(headers["Authorization"])
         status, wait = self.delays.pop(0) if self.delays else (200, None)
@@ -73,7 +81,29 @@ class Server:
         if refused is not None:
             return Reply(refused[1], refused[0], later)
         self.accepted.append(len(texts))
+        if "query" in body:
+            return self.scores(body)
         return replace(reply_with(map(vector_of, texts), in_order=False), headers=later)
+
+    @staticmethod
+    def scores(body: dict[str, Any]) -> Reply:
+        """Answer with scores in the shape that a reranker's request has, the highest first."""
+        found = sorted(
+            ((score_of(body["query"], text), index) for index, text in enumerate(texts_of(body))), reverse=True
+        )
+        if "texts" in body:
+            return Reply(json.dumps([{"index": index, "score": score} for score, index in found]))
+        return Reply(json.dumps({"results": [{"index": index, "relevance_score": score} for score, index in found]}))
+
+
+def texts_of(body: dict[str, Any]) -> list[str]:
+    """Return the texts of a request for embeddings, or the documents of one to TEI's reranker or another."""
+    found: list[str] = next(body[key] for key in ("input", "texts", "documents") if key in body)
+    return found
+
+
+def score_of(query: str, document: str) -> float:
+    return (sum(map(ord, query)) * 31 + sum(map(ord, document)) * 7) % 101 / 101
 
 
 def vector_of(text: str) -> list[float]:
@@ -87,12 +117,18 @@ def vectors_of(texts: Sequence[str]) -> np.ndarray:
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server()
-    with open_endpoint(server.answer) as server.url:
+    with open_endpoint(server.answer, paths=server.paths) as server.url:
         yield server
 
 
 def client(server: Server, prompt: str = "", **settings: Any) -> Endpoint:
     return Endpoint("name", EndpointSection(url=server.url, **{"connections": 1, **settings}), prompt)
+
+
+def reranker(server: Server, api: str = "rerank", **settings: Any) -> Reranker:
+    return Reranker(
+        "name", EndpointSection.model_validate({"url": server.url, "api": api, "connections": 1, **settings})
+    )
 
 
 @pytest.fixture
@@ -253,23 +289,33 @@ def test_a_passing_500_is_survived(batch_size: int, server: Server, waits: list[
 
 
 @pytest.mark.parametrize(
-    ("answer", "named"),
+    ("expected", "answer", "named"),
     [
-        ('{"data": [{"index": 0, "embedding": [[1, 2], [3, 4]]}]}', "shape (1, 2, 2)"),  # a vector per token
-        ('{"data": [{"index": 0, "embedding": []}]}', "shape (1, 0)"),
-        ('{"data": [{"index": 0, "embedding": "AACAPw=="}]}', "AACAPw=="),
-        ('{"data": []}', "0 rows"),
-        ('{"error": {"message": "no such model"}}', "no such model"),  # with status 200
-        ("<html>Log in</html>", "Log in"),
+        # A vector per token.
+        ("embeddings", '{"data": [{"index": 0, "embedding": [[1, 2], [3, 4]]}]}', "shape (1, 2, 2)"),
+        ("embeddings", '{"data": [{"index": 0, "embedding": []}]}', "shape (1, 0)"),
+        ("embeddings", '{"data": [{"index": 0, "embedding": "AACAPw=="}]}', "AACAPw=="),
+        ("embeddings", '{"data": []}', "0 rows"),
+        ("embeddings", '{"error": {"message": "no such model"}}', "no such model"),  # with status 200
+        ("embeddings", "<html>Log in</html>", "Log in"),
+        ("scores", '{"results": [{"index": 1, "relevance_score": 0.5}]}', "1 scores"),
+        ("scores", '{"results": [{"index": 0, "score": 0.5}]}', "relevance_score"),
+        ("scores", '[{"index": 0}]', "score"),
+        ("scores", '{"data": []}', "results"),
     ],
 )
-def test_an_answer_without_one_vector_per_text_is_shown(answer: str, named: str) -> None:
-    with open_endpoint(lambda body, headers: Reply(answer)) as url, fails_with(EndpointError, "list of 1 emb", named):
-        Endpoint("name", EndpointSection(url=url)).encode(["a text"])
+def test_an_answer_without_one_vector_or_score_per_text_is_shown(expected: str, answer: str, named: str) -> None:
+    with (
+        open_endpoint(lambda body, headers: Reply(answer)) as url,
+        fails_with(EndpointError, f"list of 1 {expected}", named),
+    ):
+        if expected == "scores":
+            Reranker("name", EndpointSection(url=url, api="rerank")).score(PAIRS[:1])
+        else:
+            Endpoint("name", EndpointSection(url=url)).encode(["a text"])
 
 
-@pytest.mark.parametrize("route", ["embeddings", "models"])
-def test_a_route_stands_before_the_query(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_route_stands_before_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     keys, paths = [], []
 
@@ -278,26 +324,27 @@ def test_a_route_stands_before_the_query(route: str, monkeypatch: pytest.MonkeyP
         return reply_with([[1.0, 2.0]])
 
     with open_endpoint(answer, paths=paths) as url:
-        teacher = TeacherSection(backbone="name", endpoint=EndpointSection(url=f"{url}?api-version=2024-02-01"))
-        if route == "models":
-            assert kind_of(teacher).check_source()[0].verdict == "ok"
-        else:
-            kind_of(teacher).open_embedder().encode(["a text"])
-    assert paths == [f"/v1/{route}?api-version=2024-02-01"] and keys == ["secret"]
+        section = EndpointSection(url=f"{url}?api-version=2024-02-01")
+        teacher = kind_of(TeacherSection(backbone="name", endpoint=section))
+        assert teacher.check_source()[0].verdict == "ok"
+        teacher.open_embedder().encode(["a text"])
+    assert paths == [f"/v1/{route}?api-version=2024-02-01" for route in ("models", "embeddings")]
+    assert keys == ["secret", "secret"]
 
 
 @pytest.mark.parametrize(
-    ("url", "named"),
+    ("settings", "named"),
     [
-        ("http://h/v1/embeddings?api-version=1", "write http://h/v1?api-version=1"),
-        ("http://h/v1/?api-version=1", "write http://h/v1?api-version=1"),
-        ("http://h/v1?api-key=sk-123", "api_key_env"),
-        ("h/v1?next=http://h", "no address"),
+        ({"url": "http://h/v1/embeddings?api-version=1"}, "write http://h/v1?api-version=1"),
+        ({"url": "http://h/v1/?api-version=1"}, "write http://h/v1?api-version=1"),
+        ({"url": "http://h/v1?api-key=sk-123"}, "api_key_env"),
+        ({"url": "h/v1?next=http://h"}, "no address"),
+        ({"url": "http://h/v1/rerank", "api": "rerank"}, "write http://h/v1"),
     ],
 )
-def test_a_base_url_with_a_query_is_checked(url: str, named: str) -> None:
+def test_a_base_url_is_checked(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(named)) as raised:
-        EndpointSection(url=url)
+        EndpointSection.model_validate(settings)
     assert "sk-123" not in raised.value.errors()[0]["msg"]
 
 
@@ -345,3 +392,95 @@ def test_a_server_without_https_or_without_an_answer_is_explained(server: Server
     with fails_with(EndpointError, "teacher name at http://127.0.0.1:9", "after 1 retries", "start the server"):
         Endpoint("name", EndpointSection(url="http://127.0.0.1:9", retries=1)).encode(["a text"])
     assert waits == [0.5]
+
+
+# Rerankers
+
+
+@pytest.mark.parametrize(
+    ("api", "first"),
+    [
+        ("rerank", {"model": "name", "query": "query 0", "documents": ["document 0 0", "document 0 1"]}),
+        ("tei_rerank", {"query": "query 0", "texts": ["document 0 0", "document 0 1"]}),
+    ],
+)
+def test_a_rerankers_request_has_one_query_and_its_scores_are_in_order(
+    api: str, first: dict[str, Any], server: Server
+) -> None:
+    done: list[int] = []
+    scorer = reranker(server, api, batch_size=2, connections=3)
+    found = list(scorer.score_each([PAIRS, PAIRS[:2]], on_progress=done.append))
+    for scores, pairs in zip(found, (PAIRS, PAIRS[:2]), strict=True):
+        np.testing.assert_allclose(scores, [score_of(*pair) for pair in pairs], rtol=1e-6)
+    assert done == [2, 4, 5, 7, 8, 9, 11] and first in server.bodies and {*server.paths} == {"/v1/rerank"}
+    np.testing.assert_allclose(scorer.score(PAIRS), found[0])
+
+
+def test_errors_of_a_reranker_name_its_route_and_servers(server: Server) -> None:
+    server.refusal = lambda texts: (404, "")
+    with fails_with(
+        EndpointError, f"teacher name at {server.url}", "404", "TEI and infinity serve /rerank at their root"
+    ):
+        reranker(server).score(PAIRS)
+    section = TeacherSection(backbone="name", endpoint=EndpointSection(url="http://h", api="rerank"))
+    with fails_with(UnsuitableTeacherError, "name is a reranker", "prompts"):
+        kind_of(section.model_copy(update={"prompts": {"query": "query: "}})).check_settings()
+    with fails_with(UnsuitableTeacherError, "name is a reranker", "no vectors"):
+        kind_of(section).open_embedder()
+
+
+@pytest.fixture
+def recipe(server: Server, tiny: Callable[..., Path], tmp_path: Path) -> Recipe:
+    """A search with an encoder and a reranker of weight 3 as teachers."""
+    encoder = {"pooling": "mean", "max_length": 16}
+    for name, count in (("queries", 20), ("documents", 60)):
+        (tmp_path / f"{name}.txt").write_text("\n".join(f"{name} about the number {row}" for row in range(count)))
+    sources = [
+        {"path": str(tmp_path / f"{name}.txt"), "role": role}
+        for name, role in (("queries", "query"), ("documents", "document"))
+    ]
+    endpoint = {"url": server.url, "api": "tei_rerank", "connections": 1}
+    document = {
+        "corpus": {"sources": sources},
+        "student": {"backbone": str(tiny("bert")), **encoder, "layers": [0, 2], "projection": "none"},
+        "teachers": {
+            "encoders": [
+                {"backbone": str(tiny("minilm")), **encoder, "precision": "fp32"},
+                {"backbone": "name", "endpoint": endpoint, "alpha": 3.0},
+            ],
+        },
+        "candidates": {"per_query": 8, "random": 2, "per_step": 3},
+        "objective": {"info_nce": None, "consistency": None, "rank": None, "candidates": {}},
+        "training": {"batch_size": 16, "epochs": 1, "workers": 0, "engine": "torch", "precision": "fp32"},
+        "evaluation": {"num_heldout": 6, "eval_steps": 2, "precision": "fp32"},
+        "storage": {"runs": str(tmp_path / "runs"), "cache": str(tmp_path / "cache")},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(document))
+    return load_recipe(str(tmp_path / "recipe.yaml"))
+
+
+def test_a_reranker_scores_each_candidate_once(recipe: Recipe, server: Server) -> None:
+    corpus = read_corpus(recipe, Reporter())
+    tables = prepare_tables(recipe, corpus, LocalBackend(), Reporter())
+    found = prepare_candidates(recipe, corpus, tables, LocalBackend(), Reporter())
+    assert found is not None and len(server.bodies) == 20
+    search, mean = found.search.open(), found.open()
+    queries = corpus.texts(found.search.queries)
+    expected = [
+        [score_of(query, text) for text in corpus.texts(ids)] for query, ids in zip(queries, search.ids, strict=True)
+    ]
+    np.testing.assert_allclose(mean.scores, (search.scores + 3 * np.array(expected)) / 4, atol=1e-6)
+    Distillation(recipe).rehearse(LocalBackend(), Reporter())
+    asked = len(server.bodies)
+    assert asked == 21  # the dry run's pair
+    done = Distillation(recipe).run(LocalBackend(), Reporter())
+    assert done.train_result.state.finished and len(server.bodies) == asked
+
+
+def test_a_document_that_is_refused_is_named_with_its_rows(recipe: Recipe, server: Server) -> None:
+    corpus = read_corpus(recipe, Reporter())
+    tables = prepare_tables(recipe, corpus, LocalBackend(), Reporter())
+    refused = corpus.texts([50])[0]
+    server.refusal = with_text(refused, 413, "too long")
+    with pytest.raises(RefusedTextError, match=rf"^corpus rows 1?\d and 50: .* {len(refused)} characters"):
+        prepare_candidates(recipe, corpus, tables, LocalBackend(), Reporter())

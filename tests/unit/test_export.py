@@ -78,18 +78,8 @@ def exported(
 def templated(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Path:
     """Export an encoder that pools at [MASK] in a template, with the command and `--out`."""
     out = tmp_path_factory.mktemp("export") / "out"
-    arguments = [
-        str(tiny("bert", layers=1)),
-        "--onnx",
-        "--pooling",
-        "mask",
-        "--prompt",
-        TEMPLATE,
-        "--out",
-        str(out),
-        "--quiet",
-    ]
-    assert main(arguments) == 0
+    words = f"{tiny('bert', layers=1)} --onnx --pooling mask --out {out} --quiet".split()
+    assert main([*words, "--prompt", TEMPLATE]) == 0
     return out
 
 

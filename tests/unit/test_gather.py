@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distcse.devices.distributed import on_all_ranks, rank
 from distcse.errors import CorpusError, TeacherError
-from distcse.losses import TeacherOutputs, Views, build_objective, gather_views
+from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.losses.views import gather_rows
 from distcse.recipe import ObjectiveSection
 from distcse.training.engines import torch_engine
@@ -162,15 +162,6 @@ def test_views_of_different_shapes_are_refused() -> None:
         gather_views(torch.randn(3, 4), torch.randn(2, 4))
 
 
-def test_one_worker_has_the_global_batch() -> None:
-    z1, z2 = torch.randn(3, 4), torch.randn(3, 4)
-    views = gather_views(z1, z2)
-    assert (views.rows, views.columns, views.offset) == (3, 3, 0)
-    assert torch.equal(views.all_z1, z1) and torch.equal(views.all_z2, z2)
-    part = Views(z1[:2], z2[:2], z1, z2, offset=2)
-    assert (part.rows, part.columns) == (2, 3) and part.similarities.shape == part.reverse.shape == (2, 3)
-
-
 # -- all-reduce ----------------------------------------------------------------------------------------------------------
 
 
@@ -220,15 +211,6 @@ def test_the_sum_equals_that_of_full_gradients(answers: list[dict[str, Any]]) ->
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
         dense = 8 * WIDTH + 3 * WIDTH + 3
         assert answer["sent"] == [ROWS, dense + len({*SEEN[0], *SEEN[1]}) * WIDTH]
-
-
-def test_a_single_worker_sends_nothing() -> None:
-    model = Small()
-    model(torch.tensor([1, 2])).backward()
-    before = model.words.weight.grad.clone()  # type: ignore[union-attr]
-    all_reduce_gradients(list(model.parameters()), large_embeddings(model))
-    assert large_embeddings(model) == {model.words.weight}
-    assert torch.equal(model.words.weight.grad, before)  # type: ignore[arg-type]
 
 
 # -- mistakes -------------------------------------------------------------------------------------------------------------

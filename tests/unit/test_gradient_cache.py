@@ -31,7 +31,10 @@ WITHOUT_EVALUATION = (
     "training.max_steps=3",
     "student.layers=[1]",
 )
-DETECTION = ("objective.rank=null", "student.projection=batch_norm_mlp", "objective.detection.weight=0.5")
+DETECTION = (
+    *("objective.rank=null", "student.projection=batch_norm_mlp"),
+    *("objective.detection.weight=0.5", "objective.detection.sampling=sample"),
+)
 
 
 def loss_and_gradient(recipe: Recipe) -> tuple[Tensor, dict[str, Tensor]]:
@@ -137,21 +140,11 @@ def test_two_workers_and_deepspeed_give_the_same_weights(shared_recipe: MakeReci
         assert_same_learning(weights_of(alone[0].run.path), weights_of(spec.run.path))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (("training.grad_cache_chunk=5",), ("grad_cache_chunk", "5", "1, 2, 4, 8, 16")),
-        (
-            ("training.grad_cache_chunk=4", "training.dropout_rng_streams=4"),
-            ("grad_cache_chunk", "dropout_rng_streams"),
-        ),
-    ],
-)
-def test_chunks_that_do_not_fit_are_refused(
-    shared_recipe: MakeRecipe, overrides: tuple[str, ...], named: tuple[str, ...]
-) -> None:
-    with fails_with(InvalidValueError, *named):
-        shared_recipe(*overrides)
+def test_chunks_that_do_not_fit_are_refused(shared_recipe: MakeRecipe) -> None:
+    with fails_with(InvalidValueError, "grad_cache_chunk", "5", "1, 2, 4, 8, 16"):
+        shared_recipe("training.grad_cache_chunk=5")
+    with fails_with(InvalidValueError, "grad_cache_chunk", "dropout_rng_streams"):
+        shared_recipe("training.grad_cache_chunk=4", "training.dropout_rng_streams=4")
 
 
 # -- the optimizer -------------------------------------------------------------------------------------------------------
@@ -194,22 +187,6 @@ def test_weights_and_moments_equal_those_of_pytorch(decay: float, max_norm: floa
                 )
 
 
-def test_a_resumed_optimizer_gives_the_same_weights() -> None:
-    section, undisturbed, resumed = LoopSection(gradient_clipping=1.0), parameters(), parameters()
-    reference, first = FusedAdamW(undisturbed, section), FusedAdamW(resumed, section)
-    for step in range(3):
-        for named, optimizer in ((undisturbed, reference), (resumed, first)):
-            set_gradients(named, step)
-            optimizer.step(0.1)
-    moments = {name: {kind: tensor.clone() for kind, tensor in kinds.items()} for name, kinds in first.moments.items()}
-    second = FusedAdamW(resumed, section, 3, moments)
-    for step in range(3, 6):
-        for named, optimizer in ((undisturbed, reference), (resumed, second)):
-            set_gradients(named, step)
-            optimizer.step(0.1)
-    assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
-
-
 def test_a_parameter_without_a_gradient_is_not_updated() -> None:
     named = parameters()
     before = named["b"].detach().clone()
@@ -222,13 +199,3 @@ def test_a_parameter_without_a_gradient_is_not_updated() -> None:
     assert not torch.equal(named["b"], before)
     optimizer.zero_grad()
     assert all(p.grad is None for p in named.values())
-
-
-@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
-def test_a_gradient_norm_that_is_not_finite_makes_the_weights_nan(wrong: float) -> None:
-    named = parameters()
-    set_gradients(named, 0)
-    assert named["a"].grad is not None
-    named["a"].grad[0, 0] = wrong
-    FusedAdamW(named, LoopSection(gradient_clipping=1.0)).step(0.1)
-    assert all(p.isnan().all() for p in named.values())

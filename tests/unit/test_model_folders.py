@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from distcse.errors import (
@@ -35,6 +35,7 @@ from tests.failures import fails_with
 from tests.models import (
     FAMILIES,
     KINDS,
+    assert_saved_alike,
     change_json,
     make_cross_encoder,
     make_custom_code,
@@ -144,11 +145,8 @@ def test_a_family_is_read_trained_and_saved_as_other_libraries_read_it(
     assert encoder.has_dropout or family in ("beam", "esmc")
     vectors = encoder.encode(TEXTS)
     assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
-    encoder.save(tmp_path / "saved")
-    again = Encoder.load(tmp_path / "saved")
+    again = assert_saved_alike(encoder, tmp_path / "saved", TEXTS)
     assert (again.pooling, again.prompt, again.max_length) == (pooling, prompt, 16)
-    same(again.encode(TEXTS), vectors)
-    same(their_vectors(tmp_path / "saved", TEXTS), vectors)
     kind = model_class(AutoConfig.from_pretrained(tmp_path / "saved"))
     _, report = kind.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
@@ -194,10 +192,7 @@ def test_custom_code_is_read_planned_trained_and_saved(sentences: list[str], tmp
     )
     encoder = Encoder.from_section(section)
     assert encoder.has_dropout and read_shape(section).dimension == encoder.dimension
-    vectors = encoder.encode(TEXTS)
-    encoder.save(tmp_path / "saved")
-    same(Encoder.load(tmp_path / "saved", trust_remote_code=True).encode(TEXTS), vectors)
-    same(their_vectors(tmp_path / "saved", TEXTS, trust_remote_code=True), vectors)
+    assert_saved_alike(encoder, tmp_path / "saved", TEXTS, trust_remote_code=True)
     assert check_model(EncoderSection(backbone=str(tmp_path / "saved"), trust_remote_code=True))
     refused_everywhere(tmp_path / "saved", ModelFormatError, "trust_remote_code")
 
@@ -207,9 +202,7 @@ def test_a_decoder_without_a_padding_token_is_saved_with_one(sentences: list[str
     change_json(source / TOKENIZER, pad_token=None, eos_token="[SEP]")
     encoder = Encoder.load(source, pooling="last_token", max_length=16)
     assert encoder.tokenizer.pad_token is None
-    vectors = encoder.encode(TEXTS)
-    encoder.save(tmp_path / "saved")
-    same(their_vectors(tmp_path / "saved", TEXTS), vectors)
+    assert_saved_alike(encoder, tmp_path / "saved", TEXTS)
 
 
 def test_a_tokenizer_with_token_types_is_refused(folder: Path) -> None:
@@ -324,9 +317,7 @@ def test_settings_have_the_effect_that_they_have_in_sentence_transformers(
     encoder = Encoder.load(folder)
     same(encoder.encode(TEXTS), expected)
     assert encoder.dimension == expected.shape[1] == read_shape(EncoderSection(backbone=str(folder))).dimension
-    encoder.save(tmp_path / "saved")
-    same(Encoder.load(tmp_path / "saved").encode(TEXTS), expected)
-    same(their_vectors(tmp_path / "saved", TEXTS), expected)
+    assert_saved_alike(encoder, tmp_path / "saved", TEXTS)
 
 
 def test_padding_on_the_left_does_not_change_a_texts_vector(folder: Path) -> None:
@@ -410,12 +401,21 @@ def test_a_dropout_module_does_nothing_at_inference(folder: Path) -> None:
 
 def test_weights_that_are_a_git_lfs_pointer_or_not_complete_are_named(folder: Path) -> None:
     shutil.rmtree(folder / "distcse")
-    weights = folder / "model.safetensors"
-    content = weights.read_bytes()
-    for part, named in ((POINTER, "lfs pull"), (b"", str(folder)), (content[:5000], str(folder))):
-        weights.write_bytes(part)
-        with fails_with(ModelFormatError, named):
+    file = folder / "model.safetensors"
+    content, weights = file.read_bytes(), load_file(file)
+    weights.pop(lost := "encoder.layer.1.output.dense.weight")
+    for part, *named in (
+        (POINTER, "lfs pull"),
+        (b"",),
+        (content[:5000],),
+        (save(weights, {"format": "pt"}), "1 weights", lost),  # which transformers would draw at random
+    ):
+        file.write_bytes(part)
+        with fails_with(ModelFormatError, str(folder), *named):
             Encoder.load(folder)
+    file.unlink()
+    with fails_with(ModelFormatError, str(folder), "model.safetensors"):
+        Encoder.load(folder)
 
 
 def test_weights_of_another_shape_than_the_config_says_are_named(

@@ -24,7 +24,6 @@ from distcse.models.cpu_kernels import Dropout, dropout, fast_dropout, is_faster
 from distcse.models.fast_layers import can_pack, can_stop_at_one, worth_packing
 from distcse.models.folder import model_class
 from distcse.models.student import layers_of
-from distcse.rank_space import RankSpace, rank_space
 from distcse.recipe import TeacherSection
 from distcse.teachers.kinds import kind_of
 from tests.backends import run_mutual
@@ -113,10 +112,6 @@ def test_a_frozen_models_layout_changes_no_vector_and_no_score(
         for each in (converted, plain)
     )
     np.testing.assert_allclose(found, expected, atol=2e-6)
-    if kind == "bert":
-        references = np.random.default_rng(0).normal(size=(50, 32)).astype(np.float32)
-        fast, slow = rank_space(references, "sort", "cpu"), RankSpace(references)
-        np.testing.assert_allclose(fast.similarities(expected), slow.similarities(expected), atol=1e-3)
 
 
 def test_slow_and_unsupported_kernels_are_not_used(

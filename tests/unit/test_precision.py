@@ -111,17 +111,6 @@ def test_a_run_stores_its_precisions(recipe_with: MakeRecipe, monkeypatch: pytes
     assert isinstance(stored, Recipe) and stored.training.precision == "fp32"
 
 
-def test_a_gpu_teachers_precision_follows_its_family(
-    recipe_with: MakeRecipe, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    teachers = ", ".join(f"{{backbone: '{tiny(kind)}', pooling: mean, precision: auto}}" for kind in ("t5", "bert"))
-    recipe = recipe_with(f"teachers.encoders=[{teachers}]")
-    monkeypatch.setattr("distcse.runs.cluster_fit.local_speed", lambda: A100)
-    for decision in (with_precisions, with_teacher_precisions):
-        found = decision(recipe, None, Reporter())
-        assert [teacher.precision for teacher in found.teachers.encoders] == ["bf16", "fp16"]
-
-
 def test_an_embedding_pass_checks_only_its_teachers_devices(recipe_with: MakeRecipe) -> None:
     """It also works on a cluster that is too small for the training workers, because nothing is trained."""
     recipe = with_values(recipe_with("training.workers=4"), {"teachers.encoders.1.precision": "auto"})

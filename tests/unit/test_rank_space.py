@@ -50,12 +50,6 @@ def unit(rows: int, width: int, seed: int = 0) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def correlations_of(references: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return the Spearman correlations of pairs of vectors with SciPy, in float64."""
-    left, right, references = (each.astype(np.float64) for each in (left, right, references))
-    return np.array([spearmanr(references @ u, references @ v).statistic for u, v in zip(left, right, strict=True)])
-
-
 # Ranks and their inner products
 
 
@@ -242,8 +236,9 @@ def equation_7(
 ) -> np.ndarray:
     """Eq. 7 with SciPy."""
     left, right = (encoder.encode(texts, normalize=True).astype(np.float64) for texts in (first, second))
-    ranked = encoder.encode(references, normalize=normalize)
-    return weight * correlations_of(ranked, left, right) + (1 - weight) * (left * right).sum(axis=1)
+    ranked = encoder.encode(references, normalize=normalize).astype(np.float64)
+    correlations = [spearmanr(ranked @ u, ranked @ v).statistic for u, v in zip(left, right, strict=True)]
+    return weight * np.array(correlations) + (1 - weight) * (left * right).sum(axis=1)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,10 @@ from distcse.recipe import ObjectiveSection, Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.distillation_task import TrainSpec, initial_student, train_student
+from distcse.runs.distillation.distillation_task import initial_student, train_student
 from distcse.runs.distillation.experiment import DistillationTrials
 from distcse.runs.distillation.preparation import require_shared_projection
 from distcse.storage import open_store
-from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import (
     Projection,
     TargetReader,
@@ -137,7 +136,9 @@ def test_students_of_one_projection_lie_in_one_space(shared_recipe: MakeRecipe, 
     with_another, _ = make_spec(shared_recipe(*ONTO_ALL, "student.layers=[0]"))
     rows = np.arange(20)
     targets, fitted = (each.targets.open().vectors(rows) for each in (spec, with_another) if each.targets is not None)
-    joined = Targets(*_opened(spec), Projection.read(first / "projection.safetensors").matrix).vectors(rows)
+    assert spec.targets is not None
+    shared_matrix = Projection.read(first / "projection.safetensors").matrix
+    joined = Targets(spec.targets.tables, spec.targets.alphas, shared_matrix).vectors(rows)
     np.testing.assert_array_equal(targets, joined)
     assert np.abs(targets - fitted).max() > 0.1
 
@@ -150,7 +151,6 @@ def test_students_of_one_projection_lie_in_one_space(shared_recipe: MakeRecipe, 
     assert not any(isinstance(event, StageProgress) and "teacher" in event.name for event in events)
     narrow = tmp_path / "narrow"
     narrow.mkdir()
-    assert spec.targets is not None
     other = Projection(np.eye(64, 16, dtype=np.float32), spec.targets.key, 1.0)
     other.write(open_store(narrow) / "projection.safetensors")
     with fails_with(InvalidValueError, "objective.regression.projection", "16 dimensions", "32"):
@@ -215,11 +215,6 @@ def test_a_map_into_an_index_needs_that_teachers_vectors(
         )
 
 
-def _opened(spec: TrainSpec) -> tuple[list[EmbeddingTable], Sequence[float]]:
-    assert spec.targets is not None
-    return list(spec.targets.tables), spec.targets.alphas
-
-
 def test_a_run_that_has_its_copy_of_a_projection_needs_the_other_run_no_more(
     shared_recipe: MakeRecipe, first: Path, tmp_path: Path
 ) -> None:
@@ -250,17 +245,8 @@ def test_invalid_recipes_and_damaged_projections_are_refused(shared_recipe: Make
         TargetSpec([], [], open_store(tmp_path / "absent")).open()
 
 
-def make_table(folder: Path) -> EmbeddingTable:
-    table = EmbeddingTable.locate(open_store(folder), TableIdentity("m", "c", 25, "mean", 8, "", "fp32", shard_rows=10))
-    vectors = np.random.default_rng(0).normal(size=(25, 6)).astype(np.float32)
-    for shard in range(table.identity.shards):
-        numbers = table.shard_range(shard)
-        table.write_shard(shard, vectors[numbers.start : numbers.stop])
-    return table
-
-
-def test_targets_are_read_ahead_of_the_step(tmp_path: Path) -> None:
-    table = make_table(tmp_path)
+def test_targets_are_read_ahead_of_the_step(shared_recipe: MakeRecipe) -> None:
+    _, (table, _) = make_spec(shared_recipe())
     asked: list[int] = []
 
     def rows_of(step: int) -> np.ndarray:

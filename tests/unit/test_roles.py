@@ -32,7 +32,7 @@ from distcse.storage import open_store
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 from tests.failures import fails_with
-from tests.models import make_family
+from tests.models import change_json, make_family
 
 PROMPTS = {"query": "query: ", "document": "passage: "}
 QUERIES = ["who plays a guitar", "what is broken", "A man is playing a guitar."]
@@ -95,13 +95,11 @@ def test_an_epoch_has_rows_as_often_as_their_weight(search: CorpusSection, tmp_p
     assert corpus.sampler(rows, 2, seed=3).batch(7).tolist() == once
 
 
-def with_lengths(tiny: Callable[..., Path], **settings: Any) -> EncoderSection:
-    lengths = {"query": 6, "document": 9}
-    return EncoderSection(backbone=str(tiny("bert")), pooling="mean", prompts=PROMPTS, max_length=lengths, **settings)
-
-
 def test_an_encoder_reads_each_role_with_its_prompt_and_length(tiny: Callable[..., Path]) -> None:
-    encoder = Encoder.from_section(with_lengths(tiny)).eval()
+    section = EncoderSection(
+        backbone=str(tiny("bert")), pooling="mean", prompts=PROMPTS, max_length={"query": 6, "document": 9}
+    )
+    encoder = Encoder.from_section(section).eval()
     plain = Encoder.load(tiny("bert"), pooling="mean", max_length=6).eval()
     expected = plain.encode([PROMPTS["query"] + text for text in QUERIES])
     np.testing.assert_allclose(encoder.encode(QUERIES, role="query"), expected, atol=1e-6)
@@ -136,8 +134,7 @@ def test_prompts_of_the_folder_are_the_default(
     named: dict[str, str], query: str, document: str, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     Encoder.load(tiny("bert"), pooling="mean").save(tmp_path / "model")
-    file = tmp_path / "model" / "config_sentence_transformers.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "prompts": named}))
+    change_json(tmp_path / "model" / "config_sentence_transformers.json", prompts=named)
     spec = TokenizerSpec.of(EncoderSection(backbone=str(tmp_path / "model")))
     assert (spec.readings["query"].prompt, spec.readings["document"].prompt, spec.prompt) == (query, document, "")
     own = TokenizerSpec.of(EncoderSection(backbone=str(tmp_path / "model"), prompt="x ", prompts={"query": "y "}))
@@ -244,9 +241,8 @@ def test_a_recipe_of_todays_teachers_fits_folders_of_their_families(
         saved = tmp_path / str(number)
         Encoder.load(folder, pooling=pooling).save(saved)
         if pooling == "last_token":
-            settings = json.loads((saved / "config_sentence_transformers.json").read_text())
-            settings["prompts"] = {"query": instruction, "document": ""}
-            (saved / "config_sentence_transformers.json").write_text(json.dumps(settings))
+            prompts = {"query": instruction, "document": ""}
+            change_json(saved / "config_sentence_transformers.json", prompts=prompts)
         values += [
             f"teachers.encoders.{number}.backbone={saved}",
             f"corpus.sources.{number % 2}.path={paths[number % 2]}",
