@@ -464,8 +464,9 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
 
 def nodes_below(tree: ast.AST, place: str) -> Iterator[tuple[str, ast.AST]]:
     for child in ast.iter_child_nodes(tree):
-        is_named = isinstance(child, ast.ClassDef | ast.FunctionDef) and not isinstance(tree, ast.FunctionDef)
-        inner = f"{place}{child.name}" if is_named else place
+        inner = place
+        if isinstance(child, ast.ClassDef | ast.FunctionDef) and not isinstance(tree, ast.FunctionDef):
+            inner += child.name
         yield inner, child
         yield from nodes_below(child, f"{inner}." if isinstance(child, ast.ClassDef) else inner)
 
