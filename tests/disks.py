@@ -1,6 +1,7 @@
 """Storage that refuses writes: full and read-only file systems if this machine can mount them, else a limit on file sizes.
 
-`before_change` runs code immediately before the n-th write or delete in a folder, whichever function makes it.
+`before_change` runs code immediately before the n-th write or delete in a folder, whichever function makes it; `killed_before`
+ends the writer there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,21 @@ def before_change(
         yield changes
     finally:
         _listeners.remove(listen)
+
+
+class Killed(BaseException):
+    """Ends a writer as SIGKILL does: no clause for errors catches it, and each later change raises it again."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+@contextmanager
+def killed_before(folder: Path, number: int) -> Iterator[list[str]]:
+    """Context manager: end the block as SIGKILL does, before its change of this number below a folder; 0 only lists them."""
+    with suppress(Killed), before_change(folder, number, kill, from_then_on=True) as changes:
+        yield changes
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:

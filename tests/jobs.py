@@ -104,16 +104,19 @@ def make_spec(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpe
     return PreparedCorpus(corpus, tokens, recipe).spec(directory, tables, LocalBackend(), Reporter()), tables
 
 
+def local_clients(spec: TrainSpec, tables: list[EmbeddingTable]) -> list[LocalTeacherClient]:
+    """Return clients of a run's teachers, which a thread of this process serves."""
+    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
+    return [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers]
+
+
 def train(
     spec: TrainSpec, tables: list[EmbeddingTable], events: list[Event] | None = None, stop_after: int = -1
 ) -> TrainResult:
     """Train in this process; after `stop_after` events, the run is asked to stop at its next report."""
     seen: list[Event] = events if events is not None else []
     reporter = Reporter(seen.append, lambda: 0 <= stop_after < len(seen))
-    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    return train_student(
-        spec, [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers], reporter
-    )
+    return train_student(spec, local_clients(spec, tables), reporter)
 
 
 def train_with_and_without_interruption(recipe: Recipe) -> tuple[TrainSpec, TrainSpec]:

@@ -70,11 +70,6 @@ def model(tiny: Callable[..., Path], tmp_path: Path) -> Path:
     return shutil.copytree(tiny("bert"), tmp_path / "model")
 
 
-def test_the_bomb_is_a_real_one(marker: Path) -> None:
-    pickle.loads(pickle.dumps(Bomb(marker)))
-    assert marker.exists()
-
-
 # -- pickles --------------------------------------------------------------------------------------------------------------
 
 
@@ -116,26 +111,22 @@ def test_pickled_arrays_in_a_cache_are_never_opened(recipe_with: MakeRecipe, mar
 # -- code that a model brings ---------------------------------------------------------------------------------------------
 
 
-def bring_code(model: Path, kind: str, code: str, **classes: str) -> None:
-    """Give a model Python code that its config names; `kind` is its family."""
-    (model / "own.py").write_text(code)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "model_type": kind, "auto_map": classes}))
+def change_json(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 @pytest.mark.parametrize("kind", ["bert", "evil"])
 def test_a_models_own_code_runs_only_where_it_is_asked_for(model: Path, marker: Path, kind: str) -> None:
-    code = (
+    (model / "own.py").write_text(
         f"import os\nos.makedirs({str(marker)!r}, exist_ok=True)\n"
         "from transformers import BertConfig, BertModel, PreTrainedTokenizerFast\n"
         f"class OwnConfig(BertConfig):\n    model_type = {kind!r}\n"
         "class OwnModel(BertModel):\n    config_class = OwnConfig\n"
         "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
     )
-    bring_code(model, kind, code, AutoConfig="own.OwnConfig", AutoModel="own.OwnModel")
-    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
-    tokenizer["auto_map"] = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
-    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    change_json(model / "config.json", model_type=kind, auto_map=classes)
+    change_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]})
     if kind == "evil":
         for load in loaders(model):
             with pytest.raises(EncoderError):
@@ -185,9 +176,11 @@ def test_yaml_builds_no_python_objects(tmp_path: Path, marker: Path, attack: str
     assert not marker.exists()
 
 
-def test_the_first_yaml_attack_is_a_real_one(marker: Path) -> None:
+def test_the_bomb_and_the_first_yaml_attack_are_real_ones(marker: Path) -> None:
+    pickle.loads(pickle.dumps(Bomb(marker)))
+    marker.rmdir()
     yaml.load(YAML_ATTACKS[0].format(marker=marker), Loader=yaml.UnsafeLoader)
-    assert marker.exists()
+    marker.rmdir()
 
 
 def test_values_that_multiply_or_nest_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
@@ -215,15 +208,12 @@ def test_values_that_multiply_or_nest_are_refused_before_they_fill_the_memory(tm
 def test_a_sweeps_arithmetic_is_no_python(tmp_path: Path, marker: Path, recipe_with: MakeRecipe, formula: str) -> None:
     pytest.importorskip("simpleeval")
     from distcse.tuning.space import Space
+    from tests.sweeps import make_sweep
 
-    file = tmp_path / "space.yaml"
-    overrides = {
-        "objective.rank.tau3": {"values": [0.1]},
-        "objective.rank.tau2": {"expression": formula.format(marker=marker)},
-    }
-    file.write_text(yaml.safe_dump({"name": "evil", "parameters": overrides, "search": {"algorithm": "grid"}}))
+    formulas = {"objective.rank.tau2": {"expression": formula.format(marker=marker)}}
+    parameters = {"objective.rank.tau3": {"values": [0.1]}, **formulas}
     with pytest.raises(DistcseError):
-        Space(read_sweep(str(file)), recipe_with()).grid()
+        Space(make_sweep(tmp_path, parameters, search={"algorithm": "grid"}), recipe_with()).grid()
     assert not marker.exists()
 
 

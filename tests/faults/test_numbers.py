@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,16 +30,14 @@ from distcse.recipe import ObjectiveSection, Recipe, with_values
 from distcse.recipe.objective import LossSection
 from distcse.runs.distillation.distillation_task import BatchLoader, DevMetric, DistillationTask
 from distcse.runs.mutual.pseudo_labels import bce_soft, mse_cosine
-from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.teacher import open_table_teacher
 from distcse.training.checkpoint_files import ModelState, load_model_state
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.trainer import train as train_task
 from tests.backends import run
 from tests.endpoints import open_endpoint, reply_with
 from tests.failures import fails_with
-from tests.jobs import make_spec, train
+from tests.jobs import local_clients, make_spec, train
 from tests.models import make_cross_encoder
 
 MakeRecipe = Callable[..., Recipe]
@@ -172,13 +170,8 @@ def test_a_corpus_of_one_repeated_sentence_trains_unless_it_is_held_out(
         CorpusTooSmallError, "each of the corpus's 100 rows", "one of the 32 held-out", "evaluation.num_heldout=0"
     ):
         run(recipe, Reporter())
-    recipe = with_values(
-        recipe,
-        {
-            **{"evaluation.num_heldout": 0, "evaluation.data": str(labelled), "evaluation.dev": "stsb"},
-            "evaluation.final_suites": [],
-        },
-    )
+    without = {"evaluation.num_heldout": 0, "evaluation.final_suites": []}
+    recipe = with_values(recipe, {**without, "evaluation.data": str(labelled), "evaluation.dev": "stsb"})
     events: list[Event] = []
     result = run(recipe, Reporter(events.append))
     scores = [event.score for event in events if isinstance(event, DevScore)]
@@ -186,28 +179,19 @@ def test_a_corpus_of_one_repeated_sentence_trains_unless_it_is_held_out(
     assert np.isfinite(Encoder.load(result.directory.model).encode(["The same sentence."])).all()
 
 
-def corrupted(model: Path, folder: Path, value: float) -> Path:
-    """Copy a model, with one weight set to `value`."""
-    shutil.copytree(model, folder)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_with_a_weight_that_is_not_finite_is_refused(
+    tiny: Callable[..., Path], tmp_path: Path, value: float
+) -> None:
+    folder = make_cross_encoder(tmp_path / "broken", tiny("bert"))
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if "word_embeddings" in name)
     weights[name] = weights[name].copy()
     weights[name][5, 0] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_model_with_a_weight_that_is_not_finite_is_refused(
-    tiny: Callable[..., Path], tmp_path: Path, value: float
-) -> None:
-    folder = corrupted(tiny("bert"), tmp_path / "broken", value)
-    with fails_with(NotFiniteError, str(folder), "embeddings.word_embeddings.weight"):
-        Encoder.load(folder, pooling="mean")
-    cross = make_cross_encoder(tmp_path / "cross", tiny("bert"))
-    broken = corrupted(cross, tmp_path / "broken-cross", value)
-    with fails_with(NotFiniteError, str(broken)):
-        CrossEncoder.load(broken)
+    for load in (partial(Encoder.load, pooling="mean"), CrossEncoder.load):
+        with fails_with(NotFiniteError, str(folder), "embeddings.word_embeddings.weight"):
+            load(folder)
 
 
 @pytest.mark.parametrize(
@@ -228,18 +212,10 @@ def test_a_zero_or_infinite_vector_of_a_teacher_is_named_with_its_row(
         return list(vector) if text == bad else [float(len(text)), 1.0]
 
     with open_endpoint(lambda body, _: reply_with(map(vector_of, body["input"]))) as url:
-        teacher = {"backbone": "m", "endpoint": {"url": url, "retries": 0}}
-        live_recipe = with_values(
-            recipe,
-            {
-                "teachers.encoders": [teacher],
-                "teachers.mode": mode,
-                "evaluation.num_heldout": 380,
-                "training.batch_size": 2,
-            },
-        )
+        teachers = {"encoders": [{"backbone": "m", "endpoint": {"url": url, "retries": 0}}], "mode": mode}
+        few = {"evaluation.num_heldout": 380, "training.batch_size": 2}
         with fails_with(TeacherOutputError, "row 7", problem):
-            run(live_recipe, Reporter())
+            run(with_values(recipe, few | {f"teachers.{key}": value for key, value in teachers.items()}), Reporter())
     for shard in Path(recipe.storage.cache).rglob("shard-*.npy"):
         assert np.isfinite(np.load(shard)).all()
 
@@ -269,12 +245,7 @@ def test_a_table_damaged_during_a_run_is_not_served(recipe_with: MakeRecipe) -> 
 
 def test_a_dev_score_that_is_not_finite_ends_the_run(recipe_with: MakeRecipe) -> None:
     spec, tables = make_spec(recipe_with())
-    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    task = DistillationTask(
-        spec,
-        BatchLoader(spec, 0, 1),
-        [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers],
-    )
+    task = DistillationTask(spec, BatchLoader(spec, 0, 1), local_clients(spec, tables))
     task.dev = DevMetric("broken", lambda encoder: float("nan"))
     with fails_with(DivergedError, "broken", "step 0"):
         train_task(task, spec.recipe.training, CheckpointStore(spec.run), Reporter())

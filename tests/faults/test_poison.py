@@ -107,16 +107,9 @@ def test_one_worker_without_memory_ends_the_run(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
 ) -> None:
     """The other worker waits for it in a collective operation, and is ended too."""
-    recipe = make_two_worker_recipe(
-        tmp_path,
-        tiny,
-        sentences,
-        "training.workers=2",
-        "training.min_workers=1",
-        "training.log_every=2",
-        "evaluation.eval_steps=2",
-        "objective.custom={failing: {class_path: 'tests.faults.test_poison:FailsOnOneRank'}}",
-    )
+    term = "objective.custom={failing: {class_path: 'tests.faults.test_poison:FailsOnOneRank'}}"
+    every = ("training.log_every=2", "evaluation.eval_steps=2", "training.workers=2", "training.min_workers=1")
+    recipe = make_two_worker_recipe(tmp_path, tiny, sentences, term, *every)
     events: list[Event] = []
     began = time.monotonic()
     with fails_with(OutOfMemoryError, "8 of 16 rows", "Tried to allocate 2.00 GiB", "training.workers=4"):
@@ -155,15 +148,9 @@ def write_slowly() -> None:
 def test_a_checkpoint_that_is_being_written_is_completed(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
 ) -> None:
-    recipe = make_two_worker_recipe(
-        tmp_path,
-        tiny,
-        sentences,
-        "training.workers=2",
-        "training.log_every=2",
-        "evaluation.eval_steps=4",
-        "objective.custom={failing: {class_path: 'tests.faults.test_poison:FailsDuringAWrite'}}",
-    )
+    term = "objective.custom={failing: {class_path: 'tests.faults.test_poison:FailsDuringAWrite'}}"
+    every = ("training.log_every=2", "evaluation.eval_steps=4", "training.workers=2")
+    recipe = make_two_worker_recipe(tmp_path, tiny, sentences, term, *every)
     with fails_with(OutOfMemoryError, "8 of 16 rows"):
         run(recipe, Reporter())
     (folder,) = (tmp_path / "runs").iterdir()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from distcse import cli
@@ -22,6 +21,7 @@ from distcse.tuning.records import read_trials
 from tests.backends import run
 from tests.jobs import make_recipe
 from tests.s3 import CACHE, CREDENTIALS, IN_THE_BUCKET, RUNS, Server
+from tests.sweeps import make_sweep
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -41,13 +41,8 @@ def kill_after(key: str, bucket: Server, command: list[str], log: Path, mirror: 
     """Start a driver on the session's cluster, and kill it when the bucket has an object whose key ends with `key`."""
     import ray
 
-    gcs = ray.get_runtime_context().gcs_address
-    environment = {
-        **os.environ,
-        "RAY_ADDRESS": gcs,
-        "DISTCSE_MIRROR": str(mirror),
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    }
+    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    environment = {**os.environ, **address, "DISTCSE_MIRROR": str(mirror)}
     with open(log, "w") as out:
         driver = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
         deadline = time.monotonic() + 240
@@ -94,14 +89,8 @@ def test_a_killed_sweep_continues_elsewhere(
     recipe: Recipe, bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = tmp_path / "space.yaml"
-    overrides = {"training.lr": {"values": [1e-3, 1e-5]}}
-    sweep = {
-        "name": "s",
-        "parameters": overrides,
-        "search": {"algorithm": "grid", "concurrent": 1},
-        "schedule": {"kind": "none"},
-    }
-    space.write_text(yaml.safe_dump({**sweep, "final_runs": {"seeds": []}, "loggers": []}))
+    parameters, search = {"training.lr": {"values": [1e-3, 1e-5]}}, {"algorithm": "grid", "concurrent": 1}
+    make_sweep(tmp_path, parameters, search=search)  # writes space.yaml
     file = tmp_path / "small.yaml"
     file.write_text(recipe_yaml(recipe))
     overrides_of_run = ["training.workers=1", "training.max_steps=6", *IN_THE_BUCKET]

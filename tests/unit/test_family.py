@@ -199,7 +199,6 @@ def test_a_student_that_diverges_does_not_keep_a_finished_one_from_its_export(
         ([0, 0.5, 0.5], [], "0.5 of a GPU"),
         ([], [], None),
         ([1], ["training.gpus_per_worker=0.5"], "0.5 of a GPU"),
-        ([1], ["training.gpus_per_worker=0.4", "family=[{layers: 3}, {layers: 2}, {layers: 1}]"], "0.4 of a GPU"),
         ([8], ["training.gpus_per_worker=1"], "a GPU"),
         ([8], ["training.gpus_per_worker=2"], None),
         ([8], ["training.gpus_per_worker=0"], None),
@@ -221,40 +220,42 @@ def test_students_train_side_by_side_on_several_gpus_or_parts_of_one(
     file: Path, gpus: list[float], overrides: list[str], expected: str | None
 ) -> None:
     """And only where no key of the recipe asks for something else. Nodes for teachers alone do not count."""
-    recipe = distcse.read_recipe(str(file), [FAMILY, "training.workers=1", *overrides])
-    assert isinstance(recipe, FamilyRecipe)
     nodes = [Node(f"node {n}", {"CPU": 8.0, "GPU": count}, {}) for n, count in enumerate(gpus)]
     cluster = FixedCluster([Node("head", {"CPU": 8.0}, {"role": "students"}), *nodes])
-    events: list[Event] = []
-    assert plan_side_by_side(recipe, cluster, Reporter(events.append)) == (expected is not None)
-    students = len(recipe.largest_first)
-    line = (
-        f"{students} students train side by side, each with {expected}{', 2 at the same time' if students > 2 else ''}"
-    )
-    assert [event.text for event in events if isinstance(event, LogMessage)] == ([line] if expected else [])
-    assert not plan_side_by_side(recipe, None, Reporter())
+    assert line_on(cluster, file, *overrides) == (expected and f"2 students train side by side, each with {expected}")
+    assert line_on(None, file, *overrides) is None
 
 
-def test_students_wait_for_the_nodes_of_an_autoscaler_and_memory_limits_those_of_a_node(file: Path) -> None:
-    def messages(students: str, cluster: FixedCluster) -> list[str]:
-        """Return what is reported if they train side by side."""
-        recipe = distcse.read_recipe(str(file), [students, "training.workers=1", "resources.wait_s=60"])
-        assert isinstance(recipe, FamilyRecipe)
-        events: list[Event] = []
-        assert plan_side_by_side(recipe, cluster, Reporter(events.append)) == bool(events)
-        return [event.text for event in events if isinstance(event, LogMessage)]
+THREE = "family=[{layers: 3}, {layers: 2}, {layers: 1}]"
 
-    one_gpu, no_gpu = (Node("one", {"CPU": 8.0, **gpus}, {}) for gpus in ({"GPU": 1.0}, {}))
-    assert messages(FAMILY, FixedCluster([one_gpu], autoscales=True)) == [
-        "2 students train side by side, each with a GPU; 1 waits for nodes, or for another's end"
-    ]
-    assert not messages(FAMILY, FixedCluster([one_gpu])) and not messages(
-        FAMILY, FixedCluster([no_gpu], autoscales=True)
-    )
-    small = FixedCluster([Node("one", {"CPU": 8.0, "GPU": 8, "memory": 12e9}, {})])
-    assert messages("family=[{layers: 3}, {layers: 2}, {layers: 1}]", small) == [
-        "3 students train side by side, each with a GPU, 2 at the same time"
-    ]
+
+@pytest.mark.parametrize(
+    ("resources", "autoscales", "overrides", "expected"),
+    [
+        ({"GPU": 1.0}, True, [], "2 students … a GPU; 1 waits for nodes, or for another's end"),
+        ({"GPU": 1.0}, False, [], None),
+        ({}, True, [], None),
+        ({"GPU": 1.0}, False, [THREE, "training.gpus_per_worker=0.4"], "3 students … 0.4 of a GPU, 2 at the same time"),
+        ({"GPU": 8.0, "memory": 12e9}, False, [THREE], "3 students … a GPU, 2 at the same time"),
+    ],
+)
+def test_students_wait_for_the_nodes_of_an_autoscaler_and_memory_limits_those_of_a_node(
+    file: Path, resources: dict[str, float], autoscales: bool, overrides: list[str], expected: str | None
+) -> None:
+    cluster = FixedCluster([Node("one", {"CPU": 8.0, **resources}, {})], autoscales=autoscales)
+    line = line_on(cluster, file, "resources.wait_s=60", *overrides)
+    assert line == (expected and expected.replace("…", "train side by side, each with"))
+
+
+def line_on(cluster: FixedCluster | None, file: Path, *overrides: str) -> str | None:
+    """Return what is reported if the students of a family train side by side on a cluster; None if they do not."""
+    recipe, events = distcse.read_recipe(str(file), [FAMILY, "training.workers=1", *overrides]), list[Event]()
+    assert isinstance(recipe, FamilyRecipe)
+    if not plan_side_by_side(recipe, cluster, Reporter(events.append)):
+        assert not events
+        return None
+    (line,) = (event.text for event in events if isinstance(event, LogMessage))
+    return line
 
 
 def test_a_function_that_returns_on_stop_is_not_ended_and_none_begins_afterwards() -> None:

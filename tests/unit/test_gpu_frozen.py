@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -136,22 +137,15 @@ def test_chunks_of_a_long_call_are_tokenized_ahead_and_waited_for_once_each(
     texts = [*sentences[:250], *sentences[:30]]  # the last chunk repeats texts of the first
     expected = encoder.encode(texts)
     encoder.to("gpu").train()
-    order: list[str] = []
-    token_ids, finish = encoder.token_ids, frozen_pass.QueuedChunk.finish
-
-    def tokenize(part: list[str], *reading: Any) -> list[list[int]]:
-        order.append("tokenize")
-        return token_ids(part, *reading)
-
-    def wait(queued: Any) -> Any:
-        order.append("wait")
-        return finish(queued)
-
-    monkeypatch.setattr(encoder, "token_ids", tokenize)
-    monkeypatch.setattr(frozen_pass.QueuedChunk, "finish", wait)
+    calls, finish = Mock(), frozen_pass.QueuedChunk.finish
+    calls.tokenize.side_effect = encoder.token_ids
+    calls.wait.side_effect = finish
+    monkeypatch.setattr(encoder, "token_ids", calls.tokenize)
+    monkeypatch.setattr(frozen_pass.QueuedChunk, "finish", lambda chunk: calls.wait(chunk))
     vectors, waits = waits_of(gpu, lambda: encoder.encode(texts))
     np.testing.assert_allclose(vectors, expected, atol=2e-6)
     assert np.array_equal(vectors[250:], vectors[:30])
+    order = [name for name, *_ in calls.mock_calls]
     assert waits == 3 and order.index("wait") >= 2 and encoder.training
 
 
@@ -177,24 +171,19 @@ def test_a_table_waits_once_per_shard(
 
 
 def test_a_memory_that_holds_few_tokens_computes_the_same(
-    tiny: Callable[..., Path], sentences: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny: Callable[..., Path], sentences: list[str], simulated_gpu: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = Encoder.load(tiny("bert"), pooling="cls", max_length=24)
-    scorer = CrossEncoder.load(make_cross_encoder(tmp_path, tiny("bert")), max_length=40)
-    pairs = list(zip(sentences[:50], sentences[50:100], strict=True))
-    expected = encoder.encode(sentences[:100]), scorer.score(pairs)
-    with simulated() as gpu:
-        encoder.to("gpu"), scorer.to("gpu")
-        with gpu.memory_limit(gpu.allocated_bytes + 300_000):
-            found = encoder.encode(sentences[:100]), scorer.score(pairs)
-        np.testing.assert_allclose(found[0], expected[0], atol=2e-6)
-        np.testing.assert_allclose(found[1], expected[1], atol=2e-6)
-        assert {record.levelname for record in caplog.records} == {"WARNING"} and len(caplog.records) >= 2
-        with (
-            gpu.memory_limit(gpu.allocated_bytes + 100),
-            fails_with(DeviceMemoryError, "one text of ", "max_length", "is free"),
-        ):
-            encoder.encode(sentences[:100])
+    expected = encoder.encode(sentences[:100])
+    encoder.to("gpu")
+    with simulated_gpu.memory_limit(simulated_gpu.allocated_bytes + 300_000):
+        np.testing.assert_allclose(encoder.encode(sentences[:100]), expected, atol=2e-6)
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    with (
+        simulated_gpu.memory_limit(simulated_gpu.allocated_bytes + 100),
+        fails_with(DeviceMemoryError, "one text of ", "max_length", "is free"),
+    ):
+        encoder.encode(sentences[:100])
 
 
 @pytest.mark.parametrize("rank_method", ["sort", "histogram"])

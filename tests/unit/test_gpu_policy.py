@@ -71,11 +71,9 @@ def test_gpus_are_counted_before_they_are_hidden(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_in_this_process_refuses_to_train_without_a_required_gpu(recipe_with: MakeRecipe, tmp_path: Path) -> None:
-    experiment = Distillation(recipe_with("resources.gpu=required"))
+    experiment, named = Distillation(recipe_with("resources.gpu=required")), "the run trains, sees no GPU"
     for start in (experiment.check, experiment.run):
-        with fails_with(
-            ClusterTooSmallError, "this process, in which the run trains, sees no GPU", "resources.gpu=auto"
-        ):
+        with fails_with(ClusterTooSmallError, named, "resources.gpu=auto"):
             start(LocalBackend(), Reporter())
     assert not list((tmp_path / "runs").iterdir())
 
@@ -100,18 +98,12 @@ class ClusterBackend(LocalBackend):
 
 @pytest.mark.parametrize(("mode", "sees_gpus"), [("none", False), ("auto", True)])
 def test_the_policy_holds_before_a_run_joins_a_cluster(
-    mode: str,
-    sees_gpus: bool,
-    recipe_with: MakeRecipe,
-    simulated_gpu: Simulation,
-    tiny: Callable[..., Path],
-    sentences: list[str],
-    tmp_path: Path,
+    mode: str, sees_gpus: bool, recipe_with: MakeRecipe, simulated_gpu: Simulation, tmp_path: Path
 ) -> None:
     """A local cluster counts the GPUs that this process sees."""
-    mutual = make_mutual_recipe(tmp_path / "mutual", {"bert": tiny("bert")}, sentences, f"resources.gpu={mode}")
-    recipe = recipe_with(f"resources.gpu={mode}")
-    for experiment in (MutualDistillation(mutual), Distillation(recipe)):
+    setting, models = f"resources.gpu={mode}", {"bert": Path("unread")}
+    mutual = make_mutual_recipe(tmp_path / "mutual", models, ["A cat.", "A dog."], setting)
+    for experiment in (MutualDistillation(mutual), Distillation(recipe_with(setting))):
         cluster = JoinedCluster([])
         with fails_with(RayConnectionError, "joined"):
             experiment.run(ClusterBackend(cluster), Reporter())
@@ -121,10 +113,9 @@ def test_the_policy_holds_before_a_run_joins_a_cluster(
 def test_a_run_without_gpus_trains_on_the_cpu(recipe_with: MakeRecipe, simulated_gpu: Simulation) -> None:
     """Any use of the simulated device would be counted."""
     events: list[Event] = []
+    experiment = Distillation(recipe_with("resources.gpu=none", "training.max_steps=2"))
     with simulated_gpu.counting():
-        done = Distillation(recipe_with("resources.gpu=none", "training.max_steps=2")).run(
-            LocalBackend(), Reporter(events.append)
-        )
+        done = experiment.run(LocalBackend(), Reporter(events.append))
     assert not simulated_gpu.operations and done.models["student"].is_dir()
     assert any(isinstance(event, StageProgress) for event in events)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,13 +16,11 @@ import torch
 from distcse.events import DevScore, Event, LogMessage, Reporter
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import BiSection, CrossSection, LoopSection, Recipe
-from distcse.runs.distillation.distillation_task import BatchLoader, TrainSpec
+from distcse.runs.distillation.distillation_task import BatchLoader
 from distcse.runs.mutual.pair_task import PairTask
 from distcse.storage import open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.teacher import open_table_teacher
 from distcse.text import Corpus
 from distcse.training import cuda_graphs
 from distcse.training.checkpoints import CheckpointStore
@@ -28,7 +28,7 @@ from distcse.training.engines import make_engine
 from distcse.training.trainer import train as train_task
 from distcse.training.trainer import training_step
 from tests.gpusim import Simulation, simulated
-from tests.jobs import make_recipe, make_spec, train, train_with_and_without_interruption
+from tests.jobs import local_clients, make_recipe, make_spec, train, train_with_and_without_interruption
 from tests.models import make_cross_encoder, make_masked_lm
 from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.training_step import TrainingStep
@@ -115,13 +115,6 @@ def recipe_of(
         yield make
 
 
-def clients(spec: TrainSpec, tables: Sequence[EmbeddingTable]) -> list[LocalTeacherClient]:
-    teachers = spec.recipe.teachers.encoders
-    return [
-        LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in zip(teachers, tables, strict=True)
-    ]
-
-
 @contextmanager
 def no_wait(gpu: Simulation) -> Iterator[None]:
     """Context manager: assert that this thread does not wait for the device."""
@@ -135,7 +128,7 @@ def no_wait(gpu: Simulation) -> Iterator[None]:
 def test_a_step_waits_for_nothing(case: str, recipe_of: MakeRecipe) -> None:
     spec, tables = make_spec(recipe_of(*(CASES | NOT_RECORDED)[case]))
     with simulated() as gpu:
-        step = TrainingStep(spec, clients(spec, tables))
+        step = TrainingStep(spec, local_clients(spec, tables))
         with no_wait(gpu):
             losses = [step(), step()]
         assert np.isfinite([float(loss) for loss in losses]).all()
@@ -206,30 +199,21 @@ def test_a_step_of_pairs_waits_for_nothing(
                 training_step(engine, task, task.prepare_batch(step, engine.device), 1e-3)
 
 
-class Recordings:
-    """Counts the steps that are recorded and replayed."""
-
-    recorded = replayed = 0
-
-
 @pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
-    found, record = Recordings(), cuda_graphs.CudaGraphs.record
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
+    """The recorded steps, as mocks that count their replays."""
+    found, record = list[Mock](), cuda_graphs.CudaGraphs.record
 
-    def counting(
-        recorder: cuda_graphs.CudaGraphs, call: Callable[[], object], seeds: Sequence[int]
-    ) -> Callable[[Sequence[int]], object]:
-        found.recorded += 1
-        replay = record(recorder, call, seeds)
-
-        def counted(new_seeds: Sequence[int]) -> object:
-            found.replayed += 1
-            return replay(new_seeds)
-
-        return counted
+    def counting(*arguments: Any) -> Mock:
+        found.append(Mock(wraps=record(*arguments)))
+        return found[-1]
 
     monkeypatch.setattr(cuda_graphs.CudaGraphs, "record", counting)
     return found
+
+
+def replays(recordings: list[Mock]) -> int:
+    return sum(recording.call_count for recording in recordings)
 
 
 @pytest.fixture
@@ -241,7 +225,7 @@ def exact_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("exact_rates")
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (n > 0)) for n, c in enumerate(CASES)])
 def test_recorded_steps_give_the_same_weights_as_eager_ones(
-    case: str, recipe_of: MakeRecipe, recordings: Recordings
+    case: str, recipe_of: MakeRecipe, recordings: list[Mock]
 ) -> None:
     """Bitwise, with several batch shapes, dropout, dev scores and checkpoints in between."""
     runs, said = [], []
@@ -254,14 +238,14 @@ def test_recorded_steps_give_the_same_weights_as_eager_ones(
         runs.append(weights_of(spec.run.path))
         texts = [event.text for event in events if isinstance(event, LogMessage)]
         said.append(any("recorded as CUDA graphs" in text for text in texts))
-    assert said == [False, True] and 0 < recordings.recorded < recordings.replayed >= 4
+    assert said == [False, True] and 0 < len(recordings) < replays(recordings) >= 4
     assert_equal_weights(*runs)
 
 
 @pytest.mark.usefixtures("exact_rates")
 @pytest.mark.parametrize("section", [BiSection, CrossSection])
 def test_recorded_steps_of_pairs_give_the_same_weights_as_eager_ones(
-    section: type[LoopSection], tmp_path: Path, pair_task: Callable[..., PairTask], recordings: Recordings
+    section: type[LoopSection], tmp_path: Path, pair_task: Callable[..., PairTask], recordings: list[Mock]
 ) -> None:
     """Bitwise, with several batch shapes, dropout, checkpoints in between, and the sections' own weight decay."""
     settings = section.model_validate(
@@ -273,18 +257,18 @@ def test_recorded_steps_of_pairs_give_the_same_weights_as_eager_ones(
             task = pair_task(settings, "bert", 4)
             train_task(task, settings, CheckpointStore(open_store(tmp_path / mode)), Reporter(), cuda_graphs=mode)  # type: ignore[arg-type]
             weights.append({name: tensor.cpu() for name, tensor in task.model.state_dict().items()})
-    assert recordings.replayed >= 3
+    assert replays(recordings) >= 3
     assert_equal_weights(*weights)
 
 
 def test_a_resumed_run_takes_eager_steps_that_were_replayed_before(
-    recipe_of: MakeRecipe, recordings: Recordings, monkeypatch: pytest.MonkeyPatch
+    recipe_of: MakeRecipe, recordings: list[Mock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are bitwise equal, also with learning rates that are not exact in float32, and few recorded shapes."""
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     with simulated():
         undisturbed, resumed = train_with_and_without_interruption(recipe_of("training.max_steps=13", CLS))
-    assert 2 <= recordings.recorded <= 6 and recordings.replayed > 6
+    assert 2 <= len(recordings) <= 6 and replays(recordings) > 6
     assert_equal_weights(weights_of(undisturbed.run.path), weights_of(resumed.run.path))
 
 

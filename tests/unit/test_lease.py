@@ -118,17 +118,16 @@ def test_a_waiting_start_continues_when_the_owner_ends(
     assert isinstance(note, LogMessage) and f"process {first.pid} on " in note.text and " embeds" in note.text
 
 
-def test_an_owner_on_another_machine_is_lost_without_heartbeats(
+def test_an_owner_on_another_machine_lives_while_its_heart_beats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process id can be unused on this machine."""
-    kernel = "of another machine"
+    """Its process id can be unused on this machine. `Starts` has owners that are lost, and what their starts may write."""
     monkeypatch.setattr(leases, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(leases, "LEASE_TIMEOUT_S", 0.8)
     monkeypatch.setattr(leases, "POLL_S", 0.1)
     events: list[Event] = []
     with Lease.held(open_store(tmp_path), Reporter()):
-        change_owner(tmp_path, kernel=kernel, host="far", pid=2**22 + 1)
+        change_owner(tmp_path, kernel="of another machine", host="far", pid=2**22 + 1)
         with (
             fails_with(RunInUseError, str(tmp_path), f"process {2**22 + 1} on far"),
             Lease.held(open_store(tmp_path), Reporter(events.append)),
@@ -137,12 +136,6 @@ def test_an_owner_on_another_machine_is_lost_without_heartbeats(
     (note,) = events
     assert isinstance(note, LogMessage) and str(tmp_path) in note.text and f"process {2**22 + 1} on far" in note.text
     assert find_owner(open_store(tmp_path), Reporter()) is None  # released
-    lost = Lease.acquire(open_store(tmp_path))
-    change_owner(tmp_path, kernel=kernel)
-    with Lease.held(open_store(tmp_path), Reporter()) as lease:
-        lease.check()
-        with fails_with(RunTakenOverError, str(tmp_path)):
-            lost.check()
 
 
 @pytest.mark.parametrize("kind", ["full", "read-only"])

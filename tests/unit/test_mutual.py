@@ -6,6 +6,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from distcse.evaluation import (
     sts_score,
 )
 from distcse.evaluation.tasks.sts import ScoredPairs
-from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StageProgress, StepReport
+from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StageProgress, StepReport, ignore
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.pooling import Dense
 from distcse.models.st_format import DenseShape
@@ -57,7 +58,7 @@ from distcse.storage import dump_checked_json, load_checked_json, open_store
 from distcse.text import BatchSampler, Pairs
 from distcse.training.dropout_rng import dropout_seed
 from distcse.training.schedule import warmup_then_linear
-from tests.backends import run_mutual
+from tests.backends import resume_mutual, run_mutual
 from tests.failures import fails_with
 from tests.models import make_encoder
 from tests.pairs import bi_tokens, cross_tokens, labels_of, make_mutual_recipe, make_pairs
@@ -110,12 +111,6 @@ def two_groups(both: MakeRecipe) -> Finished:
     return finish(both(*own, "bi.epochs=1", "evaluation.eval_steps=4", "evaluation.final_suites=null"))
 
 
-def reopened(run: Path, *overrides: str) -> tuple[MutualRecipe, RunDirectory]:
-    directory, recipe = RunDirectory.reopen(run, overrides)
-    assert isinstance(recipe, MutualRecipe)
-    return recipe, directory
-
-
 # -- the paper's loop -----------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +153,9 @@ class PlainLoop:
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         others = {"params": [parameter for parameter in model.parameters() if parameter.ndim == 1], "weight_decay": 0.0}
         optimizer = torch.optim.AdamW([{"params": matrices}, others], lr=section.lr, weight_decay=section.weight_decay)
+        tokenize = partial(
+            model.tokenizer, padding=True, truncation=True, max_length=model.max_length, return_tensors="pt"
+        )
         best, best_weights = -1e9, {}
         for step in range(steps):
             model.train()
@@ -165,17 +163,11 @@ class PlainLoop:
             targets = torch.from_numpy(labels[rows])
             torch.manual_seed(dropout_seed(seed, step, 0))
             if isinstance(model, Encoder):
-                texts = [pairs[row][0] for row in rows] + [pairs[row][1] for row in rows]
-                tokens = model.tokenizer(
-                    texts, padding=True, truncation=True, max_length=model.max_length, return_tensors="pt"
-                )
+                tokens = tokenize([pairs[row][0] for row in rows] + [pairs[row][1] for row in rows])
                 first, second = model(tokens["input_ids"], tokens["attention_mask"]).chunk(2)
                 loss = (cosine_similarity(first, second) - targets).square().mean()
             else:
-                texts = [list(side) for side in zip(*(pairs[row] for row in rows), strict=True)]
-                tokens = model.tokenizer(
-                    *texts, padding=True, truncation=True, max_length=model.max_length, return_tensors="pt"
-                )
+                tokens = tokenize(*(list(side) for side in zip(*(pairs[row] for row in rows), strict=True)))
                 loss = binary_cross_entropy_with_logits(model.model(**tokens).logits[:, 0], targets)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -254,9 +246,9 @@ def test_a_group_trains_with_its_own_settings(two_groups: Finished) -> None:
     steps = {name: entry["steps"] for name, entry in two_groups.store.posted(Phase(2)).items()}
     pairs = len(Pairs.open(open_store(two_groups.path / "pairs")))
     assert steps == {"bert": pairs // 16, "roberta": pairs // 8}
-    reopened(two_groups.path, "groups.1.bi.engine=auto")
+    RunDirectory.reopen(two_groups.path, ["groups.1.bi.engine=auto"])
     with fails_with(FrozenKeyError, "groups.1.bi.lr"):
-        reopened(two_groups.path, "groups.1.bi.lr=1e-3")
+        RunDirectory.reopen(two_groups.path, ["groups.1.bi.lr=1e-3"])
 
 
 def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(two_groups: Finished) -> None:
@@ -282,8 +274,7 @@ def test_a_failed_group_is_dropped_unless_it_is_the_last(
         run_mutual(both(*drop, f"groups.0.cross_backbone={broken}"), Reporter())
     result = run_mutual(both(*drop, f"groups.1.backbone={tmp_path / 'moved'}"), Reporter())
     shutil.rmtree(tmp_path / "moved")  # a resumed run does not need the models of a dropped group
-    recipe, directory = reopened(result.directory.path)
-    assert run_mutual(recipe, Reporter(), directory).best == result.best
+    assert resume_mutual(result.directory.path).best == result.best
     assert list(result.dropped) == ["roberta"] and {best.group for best in result.best} == {"bert"}
     store = PhaseStore(open_store(result.directory.path))
     np.testing.assert_array_equal(store.labels(Phase(1)), store.scores("bert", Phase(1)))
@@ -307,10 +298,8 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_has_a_folder(
 def test_a_groups_own_precision_is_decided_by_its_own_devices(both: MakeRecipe) -> None:
     fast = DeviceSpeed("H100", "gpu", frozenset({"fp16", "bf16"}), {})
     slow = DeviceSpeed("old CPU", "cpu", frozenset(), {"bf16": 0.5})
-    automatic = ("bi.precision=auto", "cross.precision=auto", "groups.1.bi.precision=auto")
-    recipe = both(*automatic)
-    roles = roles_on(recipe, {"bert": [slow], "roberta": [fast]}, [slow])
-    decided = decide_precisions(recipe, roles, lambda event: None)
+    recipe = both("bi.precision=auto", "cross.precision=auto", "groups.1.bi.precision=auto")
+    decided = decide_precisions(recipe, roles_on(recipe, {"bert": [slow], "roberta": [fast]}, [slow]), ignore)
     bert, roberta = decided.groups
     assert [decided.bi_of(group).precision for group in (bert, roberta)] == ["fp32", "bf16"]
     assert {decided.cross_of(group).precision for group in (bert, roberta)} == {"fp32"}
@@ -470,19 +459,17 @@ def test_packaged_recipes_have_the_hyperparameters_of_table_16(name: str, groups
 def test_ray_can_change_in_a_run_but_not_what_dropout_depends_on(alone: MakeRecipe) -> None:
     """One worker computes what several do; see `test_mutual_steps.py`."""
     run = RunDirectory.create(alone("groups.0.workers=2", "ray=true", "bi.batch_size=4", "cross.batch_size=4")).path
-    assert reopened(run, "ray=false")[0].groups[0].rng_streams == 2
+    recipe = RunDirectory.reopen(run, ["ray=false"])[1]
+    assert isinstance(recipe, MutualRecipe) and recipe.groups[0].rng_streams == 2
     for key in ("workers", "max_workers"):
         with fails_with(FrozenKeyError, f"groups.0.{key}"):
-            reopened(run, f"groups.0.{key}=4")
+            RunDirectory.reopen(run, [f"groups.0.{key}=4"])
 
 
 def test_a_resumed_run_checks_its_records(one_group: Finished, tmp_path: Path) -> None:
     shutil.copytree(one_group.path, run := tmp_path / "run", symlinks=True)
-    recipe, directory = reopened(run, "bi.log_every=1")
-    again = run_mutual(recipe, Reporter(), directory)
+    again = resume_mutual(run, "bi.log_every=1")
     assert [best.dev for best in again.best] == [best.dev for best in one_group.result.best]
-    with fails_with(FrozenKeyError, "bi.lr"):
-        reopened(run, "bi.lr=2e-3")
     state = load_checked_json(run / "phases.json")
     state["posted"].pop("4")
     (run / "phases.json").write_text(dump_checked_json(state))
@@ -490,10 +477,7 @@ def test_a_resumed_run_checks_its_records(one_group: Finished, tmp_path: Path) -
     np.save(damaged, np.load(damaged) + 1)
     shutil.rmtree(run / "groups" / "bert" / "cycle-2-bi")
     with fails_with(RunRecordError, damaged.name, "checksum"):
-        run_mutual(recipe, Reporter(), directory)
-    (run / "phases.json").write_text("{")
-    with fails_with(RunRecordError, "phases.json"):
-        run_mutual(recipe, Reporter(), directory)
+        resume_mutual(run)
 
 
 # -- pairs, dev scores and reports ----------------------------------------------------------------------------------------
@@ -545,11 +529,7 @@ def test_without_labelled_sets_reports_have_the_dev_scores_and_the_agreement_wit
         page, text = html(result.evaluation, history), markdown(result.evaluation, history)
     for part in ("Dev score by cycle", "Agreement between the groups", "bert – roberta"):
         assert part in page and part in text
-    for part in (
-        "Dev score (Spearman",
-        "of the pairs' sentences, with bert start",
-        "checkpoints and cycles were chosen by",
-    ):
+    for part in ("Dev score (Spearman", "sentences, with bert start", "checkpoints and cycles were chosen by"):
         assert part in text
     assert "Rows in italics" not in page and '<span class="mark">p' not in page and "Side by side" in page
     write_cards(result)

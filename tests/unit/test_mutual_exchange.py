@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from distcse.runs.mutual.label_exchange import LabelExchange, combine, to_band
 from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, StoredScores, best_phase, dev_scores
 from distcse.runs.mutual.preflight import recipe_questions
 from distcse.storage import open_store, sha256
-from tests.disks import before_change
+from tests.disks import killed_before
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
@@ -45,6 +44,8 @@ SETTINGS = [
     ["standardize=true", "learn_from=both", "weigh_by=group_and_dev"],
 ]
 
+BY_DEV = ("mutual.standardize=true", "mutual.weigh_by=group_and_dev")
+
 
 @pytest.fixture
 def three(tmp_path: Path, sentences: list[str]) -> MakeRecipe:
@@ -52,10 +53,6 @@ def three(tmp_path: Path, sentences: list[str]) -> MakeRecipe:
     weights = [f"groups.{number}.weight={weight}" for number, weight in enumerate(WEIGHTS.values())]
     models = {name: Path("none") for name in WEIGHTS}
     return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *weights, *overrides)
-
-
-class Killed(BaseException):
-    """The driver's process ends."""
 
 
 @cache
@@ -107,9 +104,7 @@ class DisturbedRun(RuleBasedStateMachine):
         if group not in self.members or number is None or number - 1 not in {-1, *self.labels}:
             return
         trained = PhaseResult(1, dev, 1) if number else None
-        self.killed_before(
-            killed_at, lambda: self.exchange.post(group, Phase(number), scores_of(group, number), trained)
-        )
+        self.do(killed_at, lambda: self.exchange.post(group, Phase(number), scores_of(group, number), trained))
         if group not in self.store.posted(Phase(number)):  # killed before: the resumed group scores again
             self.exchange.post(group, Phase(number), scores_of(group, number), trained)
         self.posted[number][group] = dev if number else STARTS[group]
@@ -127,7 +122,7 @@ class DisturbedRun(RuleBasedStateMachine):
         if self.members == [group]:
             assert not self.exchange.drop(group, "lost")
             return
-        self.killed_before(killed_at, lambda: self.exchange.drop(group, "lost"))
+        self.do(killed_at, lambda: self.exchange.drop(group, "lost"))
         assert group in self.store.dropped or self.exchange.drop(group, "lost")
         self.members.remove(group)
         self.complete()
@@ -172,15 +167,11 @@ class DisturbedRun(RuleBasedStateMachine):
                 else:
                     np.testing.assert_array_equal(labels, found)
 
-    def killed_before(self, change: int, work: Callable[[], object]) -> None:
-        """Do some work, and resume; with a number, end before that write of the work."""
-
-        def kill() -> None:
-            raise Killed
-
-        with before_change(self.folder, change, kill, from_then_on=True), suppress(Killed):
+    def do(self, killed_at: int, work: Callable[[], object]) -> None:
+        """Do some work; with a number, the driver is killed before that write of the work, and resumes."""
+        with killed_before(self.folder, killed_at):
             work()
-        if change:
+        if killed_at:
             self.resume()
 
     def complete(self) -> None:
@@ -221,21 +212,17 @@ def test_a_disturbed_run_makes_the_labels_of_an_undisturbed_one(
     [
         (["mutual.learn_from=both"], "learn_from is both, "),
         (["mutual.weigh_by=group_and_dev"], "mutual.standardize: true"),
-        (["mutual.weigh_by=group_and_dev", "mutual.standardize=true", "evaluation.dev=none"], "name a dev set"),
+        ([*BY_DEV, "evaluation.dev=none"], "name a dev set"),
+        ([*BY_DEV, "evaluation.dev=labelled.tsv"], "give dev pairs with a column score"),
     ],
 )
 def test_labels_whose_scores_have_no_common_scale_are_refused(
-    three: MakeRecipe, overrides: list[str], named: str
+    three: MakeRecipe, overrides: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("labelled.tsv").write_text("label\tsentence1\tsentence2\n1\ta\tb\n0\tc\td\n")
     with fails_with(InvalidValueError, named):
-        three(*overrides)
-
-
-def test_weights_by_dev_scores_need_a_correlation(three: MakeRecipe, tmp_path: Path) -> None:
-    (tmp_path / "labelled.tsv").write_text("label\tsentence1\tsentence2\n1\ta\tb\n0\tc\td\n")
-    learn = ("mutual.standardize=true", "mutual.weigh_by=group_and_dev", f"evaluation.dev={tmp_path / 'labelled.tsv'}")
-    with fails_with(InvalidValueError, "give dev pairs with a column score"):
-        require(recipe_questions(three(*learn)))
+        require(recipe_questions(three(*overrides)))
 
 
 @pytest.mark.parametrize("standardize", [False, True])

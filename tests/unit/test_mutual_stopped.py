@@ -26,7 +26,7 @@ from distcse.runs.mutual.pairs import load_pairs
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseResult, PhaseStore
 from distcse.runs.mutual.phase_trainer import PairScorer
 from distcse.storage import dump_checked_json, load_checked_json, open_store
-from tests.backends import run_mutual
+from tests.backends import resume_mutual, run_mutual
 from tests.failures import fails_with
 from tests.pairs import assert_same_labels, make_mutual_recipe
 
@@ -42,40 +42,31 @@ def both(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], se
     return lambda *overrides: make_mutual_recipe(folder, models, sentences, *overrides)
 
 
+SCORES = np.zeros(3, dtype=np.float32)
+
+
 class FakeGroup(Group):
-    """A group that trains and scores at once.
+    """A group that trains at once, and scores by a function."""
 
-    Args:
-        name: The group's name.
-        scores: Replaces the scoring.
-    """
-
-    def __init__(self, name: str, scores: Callable[[], Any] | None = None) -> None:
-        self.name = name
-        self._scores = scores
+    def __init__(self, name: str, scores: Callable[[], Any]) -> None:
+        self.name, self._scores = name, scores
 
     def train(self, phase: Phase, labels: Any) -> PhaseResult:
         return PhaseResult(1, 50.0, 1)
 
     def score(self, phase: Phase) -> Any:
-        return np.zeros(3, dtype=np.float32) if self._scores is None else self._scores()
+        return self._scores()
 
 
 class FakeRun:
-    """A run of fake groups.
+    """A run of two groups: bert scores at once, and waits for the scores of roberta."""
 
-    Args:
-        recipe: The recipe.
-        folder: The run's folder.
-        roberta: The scoring of the group roberta. The group bert scores at once, and waits for it.
-    """
-
-    def __init__(self, recipe: MutualRecipe, folder: Path, roberta: Callable[[], Any] | None = None) -> None:
+    def __init__(self, recipe: MutualRecipe, folder: Path, roberta: Callable[[], Any] = lambda: SCORES) -> None:
         self._recipe = recipe
-        self._groups: list[Any] = [FakeGroup("bert"), FakeGroup("roberta", roberta)]
-        self.store, self.ending = PhaseStore(open_store(folder, Lease.acquire(open_store(folder)))), threading.Event()
-        self.waits, self.stop = threading.Event(), threading.Event()
-        """Set when a group waits for labels, and to request a stop."""
+        self._groups: list[Any] = [FakeGroup("bert", lambda: SCORES), FakeGroup("roberta", roberta)]
+        self.store = PhaseStore(open_store(folder, Lease.acquire(open_store(folder))))
+        self.ending, self.waits, self.stop = (threading.Event() for _ in range(3))
+        """Set when the run ends, when a group waits for labels, and to request a stop."""
         self.exchange = LabelExchange(recipe, self.store, self.ending, self.stop.is_set)
 
     def __call__(self) -> bool:
@@ -110,7 +101,7 @@ def test_a_group_that_ends_wakes_one_that_waits_for_it(both: MakeRecipe, tmp_pat
 
 def test_a_stop_request_wakes_a_waiting_group_though_the_other_does_not_react(both: MakeRecipe, tmp_path: Path) -> None:
     run = FakeRun(both(), tmp_path)
-    run.exchange.post("bert", Phase(0), np.zeros(3, dtype=np.float32), None)
+    run.exchange.post("bert", Phase(0), SCORES, None)
     threading.Timer(0.1, run.stop.set).start()
     with pytest.raises(StoppedEarlyError):
         run.exchange.labels("bert", Phase(1))
@@ -230,11 +221,9 @@ def test_a_stopped_run_resumes_to_the_same_labels(
 
     first = run_mutual(both("mutual.cycles=1"), Reporter(on_event, stop.is_set))
     assert first.interrupted and first.evaluation is None and not first.best
-    directory, recipe = RunDirectory.reopen(first.directory.path, [])
-    assert isinstance(recipe, MutualRecipe)
-    assert not run_mutual(recipe, Reporter(), directory).interrupted
-    assert_same_labels(directory.path, undisturbed, tolerance=0)
-    assert not list(directory.path.glob("groups/*/*/scores")), "shards of posted scores remain"
+    assert not resume_mutual(first.directory.path).interrupted
+    assert_same_labels(first.directory.path, undisturbed, tolerance=0)
+    assert not list(first.directory.path.glob("groups/*/*/scores")), "shards of posted scores remain"
     assert len(scored) == 3 * 2 * 3, "a shard was scored twice"
 
 
@@ -261,24 +250,27 @@ def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypa
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]
 
 
+def stop(*arguments: object, **options: object) -> None:
+    """Replace a function of a run, which is stopped there."""
+    raise StoppedEarlyError("asked to stop")
+
+
 def test_a_run_that_stops_while_it_waits_for_nodes_decides_what_an_undisturbed_one_does(
     both: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*arguments: object, **options: object) -> None:
-        raise StoppedEarlyError("asked to stop")
-
-    def decided(*stops_at: str) -> tuple[list[int | None], dict[str, float]]:
+    def decided(*stops_at: str) -> tuple[list[Any], dict[str, float]]:
         """Stop a new run in one function after the other, and return its decisions and the dev scores of its starts."""
-        recipe, directory = both("mutual.shared_workers=2", f"storage.runs={tmp_path / stops_at[0]}"), None
+        runs = tmp_path / stops_at[0]
         for name in stops_at:
             with monkeypatch.context() as patch, pytest.raises(StoppedEarlyError):
                 patch.setattr(f"distcse.runs.mutual.experiment.{name}", stop)
-                run_mutual(recipe, Reporter(), directory)
-            (folder,) = (tmp_path / stops_at[0]).iterdir()
-            directory, reopened = RunDirectory.reopen(folder, [])
-            assert isinstance(reopened, MutualRecipe)
-            recipe = reopened
-        return [group.max_workers for group in recipe.groups], dict(PhaseStore(open_store(folder)).starts)
+                if runs.exists():
+                    resume_mutual(*runs.iterdir())
+                else:
+                    run_mutual(both("mutual.shared_workers=2", f"storage.runs={runs}"), Reporter())
+        (folder,) = runs.iterdir()
+        groups = RunDirectory.reopen(folder, [])[1].model_dump()["groups"]
+        return [group["max_workers"] for group in groups], dict(PhaseStore(open_store(folder)).starts)
 
     undisturbed = decided("prepare_tokens")
     assert undisturbed[0] == [1, 1] and len(undisturbed[1]) == 2
@@ -289,10 +281,6 @@ def test_a_resumed_run_scores_the_starts_again_that_its_labels_are_weighed_by(
     both: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One was lost, as if the driver had been killed before it was recorded."""
-
-    def stop(*arguments: object) -> None:
-        raise StoppedEarlyError("asked to stop")
-
     monkeypatch.setattr("distcse.runs.mutual.experiment.prepare_tokens", stop)
     recipe = both("mutual.standardize=true", "mutual.weigh_by=group_and_dev")
     with pytest.raises(StoppedEarlyError):
@@ -303,8 +291,6 @@ def test_a_resumed_run_scores_the_starts_again_that_its_labels_are_weighed_by(
     assert set(starts) == {"bert", "roberta"}
     del state["starts"]["bert"]
     (folder / "phases.json").write_text(dump_checked_json(state))
-    directory, reopened = RunDirectory.reopen(folder, [])
-    assert isinstance(reopened, MutualRecipe)
     with pytest.raises(StoppedEarlyError):
-        run_mutual(reopened, Reporter(), directory)
+        resume_mutual(folder)
     assert PhaseStore(open_store(folder)).starts == starts

@@ -66,9 +66,8 @@ def stopped_run(recipe: Path, runs: Path) -> Path:
 
 def test_the_same_command_resumes_a_stopped_run(recipe: Path, undisturbed: bytes, tmp_path: Path) -> None:
     begun = stopped_run(recipe, tmp_path)
-    moved = shutil.copy(
-        recipe.parent / "corpus.txt", begun / "moved.txt"
-    )  # files may move, if their contents are equal
+    # Files may move, if their contents are equal.
+    moved = shutil.copy(recipe.parent / "corpus.txt", begun / "moved.txt")
     command = [str(recipe), *SETTINGS[:-1], "--run-id", "nightly", f"storage.runs={tmp_path}", "--quiet"]
     assert cli.main(["train", *command, f"corpus.path={moved}"]) == 0
     assert (begun / "model" / "model.safetensors").read_bytes() == undisturbed

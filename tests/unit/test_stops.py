@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
+from pkgutil import resolve_name
 from subprocess import PIPE
 from typing import Any
 
@@ -99,7 +101,7 @@ class Work:
             patch.setattr(name, size)
         patch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: _in_batches(len(ids)))
         for name, calls in UNITS.items():
-            patch.setattr(name, self._counted(_find(name), calls))
+            patch.setattr(name, self._counted(resolve_name(name), calls))
 
     @property
     def requested(self) -> bool:
@@ -138,38 +140,12 @@ def _in_batches(texts: int) -> list[list[int]]:
     return [list(range(begin, min(begin + 4, texts))) for begin in range(0, texts, 4)]
 
 
-def _find(name: str) -> Any:
-    module, found = name.split("."), None
-    for end in range(len(module), 0, -1):
-        try:
-            found = __import__(".".join(module[:end]), fromlist=["x"])
-        except ImportError:
-            continue
-        for part in module[end:]:
-            found = getattr(found, part)
-        return found
-    raise AssertionError(name)
-
-
-VECTORS = (
-    "objective={info_nce: null, consistency: null, rank: null, regression: {form: cosine}}",
-    "student.projection=none",
-    "student.dropout=0.0",
-    "student.layers=null",
-    "evaluation.dev=none",
-    "evaluation.final_suites=[]",
-)
-EVERYTHING = (
-    "corpus.limit=120",
-    "objective={info_nce: null, consistency: null, regression: {form: cosine}}",
-    "student.projection=none",
-    "evaluation.final_suites=[]",
-)
+VECTORS = ("objective={regression: {form: cosine}}", "student.projection=none", "evaluation.final_suites=[]")
 
 
 def test_a_stop_before_training_ends_the_run_at_once(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each stage in turn: a later start has what the earlier ones stored."""
-    recipe = recipe_with(*EVERYTHING)
+    recipe = recipe_with("corpus.limit=120", *VECTORS)
     for number, stage in enumerate(["corpus", "tokens", "teacher 0", "teacher 1", "targets"], start=1):
         with monkeypatch.context() as patch:
             work = Work(patch, stage)
@@ -289,10 +265,10 @@ def measure_cross_encoder(tmp: Path, corpus_of: Any, labelled: Path, cross: Path
 
 
 def final_evaluation(recipe: Recipe, corpus: Corpus, students: list[ScoredStudent]) -> Callable[[Reporter], Any]:
-    directory, labelled = RunDirectory.create(recipe), labelled_tasks(recipe)
+    directory, tasks = RunDirectory.create(recipe), labelled_tasks(recipe)
 
     def measure(reporter: Reporter) -> None:
-        scores = final_scores(recipe, corpus, labelled, students, directory, LocalBackend(), reporter)
+        scores = final_scores(recipe, corpus, tasks, students, directory, LocalBackend(), reporter)
         assert scores.stopped and scores.evaluation is None
         raise StoppedEarlyError("as a result")
 
@@ -314,7 +290,7 @@ def find_contamination(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -
 
 
 def train_static(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
-    recipe, _ = corpus_of(*VECTORS, "training.max_steps=2", "training.batch_size=8")
+    recipe, _ = corpus_of(*VECTORS, "student.layers=null", "training.max_steps=2", "training.batch_size=8")
     (tmp / "student.yaml").write_text(recipe_yaml(recipe))
     family = read_recipe(str(tmp / "student.yaml"), ["family=[{layers: 2}, {static: true}]"])
 
@@ -422,159 +398,103 @@ def test_commands_exit_with_the_status_of_ctrl_c(capsys: pytest.CaptureFixture[s
     assert "stopped at once; all" in capsys.readouterr().err
 
 
-_RUN, _PASS = "test_a_stop_before_training_ends_the_run_at_once", "test_an_operation_stops_in_its_middle"
-_MUTUAL = "test_a_stop_before_the_first_phase_ends_the_run_at_once"
-_EVALUATION = "test_stopped_evaluation.py"
 ASKS = {
-    "cli/jobs:_submit": "`Job.follow`, without `StopOnSignal`: a signal ends the command, and the job continues",
-    "cli/jobs:_follow": "as _submit",
-    "cli/jobs:_logs": "as _submit",
-    "evaluation/conversion:convert": "without `StopOnSignal`: a signal ends `distcse data` at once, and complete sets stay",
-    "evaluation/downloads:_download": "as convert; the same command continues it",
-    "evaluation/evaluation:measure_model": _PASS,
-    "evaluation/evaluation:_reporting_search": "as measure_model",
-    "evaluation/evaluation:_measure_formats": "as measure_model",
-    "runs/distillation/corpus:read_corpus": _RUN,
-    "runs/distillation/dev_ensemble:DevEnsemble.of": _PASS,
-    "runs/distillation/final_evaluation:_measure_student": _PASS,
-    "runs/distillation/final_evaluation:_measure_teacher": _PASS,
-    "runs/distillation/final_evaluation:contamination_of": _PASS,
-    "runs/distillation/preparation:_fit_projection": _RUN,
-    "runs/distillation/final_evaluation:_measure_ranks": _PASS,
-    "runs/distillation/corpus:prepare_tables": _RUN,
-    "runs/distillation/corpus:_verifying": _PASS,
-    "runs/distillation/corpus:prepare_tokens": _RUN,
-    "runs/distillation/corpus:_write_part": _PASS,
-    "runs/distillation/corpus:_find_candidates": "test_candidates.py",
-    "runs/distillation/corpus:_write_scores": "test_candidates.py",
-    "teachers/candidates:CandidateSearch._nearest": "test_candidates.py",
-    "teachers/candidates:CandidateSearch._sharing_words": "test_candidates.py",
-    "runs/family/experiment:Family.run": "as _train_static",
-    "runs/family/experiment:_train_static": _PASS,
-    "runs/backend:LocalBackend.run_on_devices": _EVALUATION,
-    "runs/mutual/final_evaluation:contamination_of": "as the other contamination_of",
-    "runs/mutual/final_evaluation:_measure": _EVALUATION,
-    "runs/mutual/group:LocalGroup.score": "test_mutual_stopped.py",
-    "runs/mutual/mining:prepare_mining": "as read_corpus",
-    "text/bm25:BM25Index.build": "test_pairs.py",
-    "text/bm25:_Followed.__iter__": "test_pairs.py",
-    "runs/mutual/mining:_mine_bands": _MUTUAL,
-    "runs/mutual/mining:_mine_bm25": "as _mine_bands",
-    "runs/mutual/pairs:read_pairs": _MUTUAL,
-    "runs/mutual/preflight:_score": _MUTUAL,
-    "runs/mutual/pairs:_prepare": _MUTUAL,
-    "runs/mutual/group:WorkerPool._wait_for_slots": "test_worker_pool.py",
-    "runs/measurement:_candidate": _PASS,
-    "runs/measurement:_add_retrieval_with_documents_by": "as _candidate",
-    "cluster/embedding_actors:_EmbeddingTasks._check": "tests/faults/test_kills.py",
-    "cluster/ray_group:RayGroup._check_wait": "tests/faults/test_mutual_kills.py",
-    "cluster/ray_group:RayGroup._retry": "tests/faults/test_mutual_kills.py",
-    "cluster/teacher_servers:co_located_servers": "tests/faults/test_kills.py",
-    "cluster/train_workers:_run_trainer": "tests/faults/test_kills.py",
-    "cluster/tune:TrialListener.on_step_end": "tests/cluster/test_sweep.py",
-    "runs/lease:_wait": "test_lease.py",
-    "runs/lease:_local_lock": "test_lease.py",
-    "teachers/comparison:compare": _PASS,
-    "tuning/final_evaluation:_measure": "as _measure_student",
+    "test_a_stop_before_training_ends_the_run_at_once": """
+        runs/distillation/corpus:read_corpus runs/distillation/corpus:prepare_tables runs/distillation/corpus:prepare_tokens
+        runs/distillation/preparation:_fit_projection""",
+    "test_an_operation_stops_in_its_middle": """
+        evaluation/evaluation:measure_model evaluation/evaluation:_reporting_search evaluation/evaluation:_measure_formats
+        runs/distillation/corpus:_verifying runs/distillation/corpus:_write_part
+        runs/distillation/dev_ensemble:DevEnsemble.of runs/distillation/final_evaluation:_measure_student
+        runs/distillation/final_evaluation:_measure_teacher runs/distillation/final_evaluation:_measure_ranks
+        runs/distillation/final_evaluation:contamination_of runs/mutual/final_evaluation:contamination_of
+        runs/family/experiment:Family.run runs/family/experiment:_train_static runs/measurement:_candidate
+        runs/measurement:_add_retrieval_with_documents_by teachers/comparison:compare tuning/final_evaluation:_measure""",
+    "test_a_stop_before_the_first_phase_ends_the_run_at_once": """
+        runs/mutual/mining:prepare_mining runs/mutual/mining:_mine_bands runs/mutual/mining:_mine_bm25
+        runs/mutual/pairs:read_pairs runs/mutual/pairs:_prepare runs/mutual/preflight:_score""",
+    "test_candidates.py": """
+        runs/distillation/corpus:_find_candidates runs/distillation/corpus:_write_scores
+        teachers/candidates:CandidateSearch._nearest teachers/candidates:CandidateSearch._sharing_words""",
+    "test_stopped_evaluation.py": "runs/backend:LocalBackend.run_on_devices runs/mutual/final_evaluation:_measure",
+    "test_mutual_stopped.py": "runs/mutual/group:LocalGroup.score",
+    "test_worker_pool.py": "runs/mutual/group:WorkerPool._wait_for_slots",
+    "test_pairs.py": "text/bm25:BM25Index.build text/bm25:_Followed.__iter__",
+    "test_lease.py": "runs/lease:_wait runs/lease:_local_lock",
+    "tests/cluster/test_sweep.py": "cluster/tune:TrialListener.on_step_end",
+    "tests/faults/test_kills.py": """
+        cluster/embedding_actors:_EmbeddingTasks._check cluster/teacher_servers:co_located_servers
+        cluster/train_workers:_run_trainer""",
+    "tests/faults/test_mutual_kills.py": "cluster/ray_group:RayGroup._check_wait cluster/ray_group:RayGroup._retry",
+    "none: a signal ends the command at once, and a job continues": "cli/jobs:_submit cli/jobs:_follow cli/jobs:_logs",
+    "none: a signal ends `distcse data` at once, and complete sets stay": """
+        evaluation/conversion:convert evaluation/downloads:_download""",
+    "none: they ask for others": """
+        evaluation/models:reporting events:Reporter.advance events:Reporter.follow runs/distillation/corpus:start_stage""",
 }
-"""The places that ask for a stop request between batches or shards, and the test that stops each in its middle."""
+"""Tests, and the places whose question whether to stop between batches or shards they test."""
 SHORT = {
-    "evaluation/candidates:_with_total": "static models: tens of thousands of sentences a second",
-    "evaluation/contamination:Contamination.write": "a small file of a model's folder",
-    "report/card:write_cards": "as Contamination.write",
-    "runs/distillation/final_evaluation:_complete_table": "sizes of files",
-    "runs/distillation/distillation_task:DevMetric.of": "asks by `stop_of_score`: test_a_stop_in_a_dev_score_…",
-    "runs/distillation/corpus:_score_candidates": "verifies shards of 16 KiB",
-    "runs/mutual/pair_task:PairBatch.encode": "a training step",
-    "runs/mutual/pair_task:PairBatch._encode_part": "a training step",
-    "runs/mutual/pair_task:encode_streams": "a training step",
-    "models/onnx:export_encoder": "without `StopOnSignal`: a signal ends the command at once",
-    "models/static:StaticEncoder.encode": "as _with_total",
-    "rank_space/encoder:RankSpaceEncoder.similarities": "the Python API, without a run",
-    "cluster/backend:RayBackend.embed": "its reporter is in the request",
-    "cluster/embedding_actors:EmbeddingActor.embed": "the driver asks, and kills the actor",
-    "teachers/embedding:embed_texts": "one shard",
-    "teachers/teacher:PairTeacher.similarities": "the lists of a training step",
-    "teachers/reuse:count_new_rows": "a dry run, without `StopOnSignal`",
-    "teachers/teacher:LiveTeacher.similarities": "the lists of a training step",
-    "tuning/records:write_tables": "a Parquet table",
+    "static models: tens of thousands of sentences a second": """
+        evaluation/candidates:_with_total models/static:StaticEncoder.encode""",
+    "small files": """
+        evaluation/contamination:Contamination.write report/card:write_cards tuning/records:write_tables
+        runs/distillation/final_evaluation:_complete_table runs/distillation/corpus:_score_candidates""",
+    "asks by `stop_of_score`: test_a_stop_in_a_dev_score_…": "runs/distillation/distillation_task:DevMetric.of",
+    "a training step": """
+        runs/mutual/pair_task:PairBatch.encode runs/mutual/pair_task:PairBatch._encode_part
+        runs/mutual/pair_task:encode_streams teachers/teacher:PairTeacher.similarities
+        teachers/teacher:LiveTeacher.similarities""",
+    "a command that a signal ends at once": "models/onnx:export_encoder teachers/reuse:count_new_rows",
+    "the Python API, without a run": "rank_space/encoder:RankSpaceEncoder.similarities",
+    "one shard; the driver asks": """
+        cluster/backend:RayBackend.embed cluster/embedding_actors:EmbeddingActor.embed teachers/embedding:embed_texts""",
 }
-"""Calls of a loop over batches that ask nobody, and why."""
+"""Why loops over batches ask nobody, and the places that call them."""
 _QUESTIONS, _HELPERS = {"advance", "check_stop", "follow"}, {"start_stage", "reporting"}
-_LOOPS = {
-    "encode",
-    "encode_each",
-    "score_each",
-    "embed_texts",
-    "complete_shards",
-    "embed_shards",
-    "write_table",
-    "write_part",
-    "write_block",
-    "write_shards",
-    "knn",
-    "from_sentences",
-    "of_tokens",
-    "missing_shards",
-    "not_intact",
-}
+_LOOPS = """encode encode_each score_each embed_texts complete_shards embed_shards write_table write_part write_block
+    write_shards knn from_sentences of_tokens missing_shards not_intact"""
 
 
-def functions(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Yield all nodes with the qualified name of their outermost function."""
-    for child in ast.iter_child_nodes(tree):
-        inner = name
-        if isinstance(child, ast.ClassDef) or (isinstance(child, ast.FunctionDef) and not _in_function(name)):
-            inner = f"{name}.{child.name}" if name else child.name
-            if isinstance(child, ast.FunctionDef):
-                inner += "()"
-        yield inner.removesuffix("()"), child
-        yield from functions(child, inner)
-
-
-def _in_function(name: str) -> bool:
-    return name.endswith("()")
-
-
-def modules() -> Iterator[tuple[str, ast.AST]]:
+def nodes() -> Iterator[tuple[str, ast.AST]]:
+    """Yield all nodes of the package, each with its place: `module:function`, or `module:Class.method`."""
     for file in sorted((ROOT / "distcse").rglob("*.py")):
-        yield file.relative_to(ROOT / "distcse").with_suffix("").as_posix(), ast.parse(file.read_text())
+        module = file.relative_to(ROOT / "distcse").with_suffix("").as_posix()
+        yield from nodes_below(ast.parse(file.read_text()), f"{module}:")
+
+
+def nodes_below(tree: ast.AST, place: str) -> Iterator[tuple[str, ast.AST]]:
+    for child in ast.iter_child_nodes(tree):
+        inner = place
+        if isinstance(child, ast.ClassDef | ast.FunctionDef) and not isinstance(tree, ast.FunctionDef):
+            inner += child.name
+        yield inner, child
+        yield from nodes_below(child, f"{inner}." if isinstance(child, ast.ClassDef) else inner)
+
+
+def places_of(table: dict[str, str]) -> set[str]:
+    return set(" ".join(table.values()).split())
 
 
 def test_each_place_that_asks_is_listed_with_its_test() -> None:
     found = set()
-    for module, tree in modules():
-        for name, node in functions(tree):
-            asks = isinstance(node, ast.Attribute) and node.attr in _QUESTIONS
-            helps = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _HELPERS
-            if asks or helps:
-                found.add(f"{module}:{name}")
-    helpers = {
-        "evaluation/models:reporting",
-        "runs/distillation/corpus:start_stage",
-        "events:Reporter.advance",
-        "events:Reporter.follow",
-    }
-    assert found - helpers == set(ASKS)
+    for place, node in nodes():
+        asks = isinstance(node, ast.Attribute) and node.attr in _QUESTIONS
+        if asks or (isinstance(node, ast.Call) and ast.unparse(node.func) in _HELPERS):
+            found.add(place)
+    assert found == places_of(ASKS)
 
 
 def test_no_loop_over_batches_is_called_without_a_question() -> None:
     found = set()
-    for module, tree in modules():
-        for name, node in functions(tree):
-            if isinstance(node, ast.Call) and _called(node) in _LOOPS and not _is_of_a_string(node):
-                passed = [*map(ast.unparse, node.args), *(str(keyword.arg) for keyword in node.keywords)]
-                if not any(word in text for text in passed for word in ("progress", "on_batch", "on_rows", "reporter")):
-                    found.add(f"{module}:{name}")
-    assert found == set(SHORT)
-
-
-def _called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-
-
-def _is_of_a_string(node: ast.Call) -> bool:
-    return _called(node) == "encode" and (not node.args or isinstance(node.args[0], ast.Constant))
+    for place, node in nodes():
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _LOOPS.split():
+            passed = [*map(ast.unparse, node.args), *(str(keyword.arg) for keyword in node.keywords)]
+            is_of_a_string = ast.unparse(node.func).endswith("encode") and (
+                not node.args or isinstance(node.args[0], ast.Constant)
+            )
+            if not is_of_a_string and not re.search("progress|on_batch|on_rows|reporter", " ".join(passed)):
+                found.add(place)
+    assert found == places_of(SHORT)
 
 
 @pytest.mark.slow

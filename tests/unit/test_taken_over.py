@@ -38,14 +38,10 @@ from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, TrialMetric, read_trials, write_tables
 from distcse.tuning.sweep import begin, reopen
 from distcse.tuning.trial import clear
-from tests.disks import before_change
+from tests.disks import Killed, before_change, kill
 from tests.jobs import make_recipe
 
 EVALUATION = Evaluation([], "student", [], {}, [], [], {}, 1.0)
-
-
-class Killed(BaseException):
-    """Ends a start as SIGKILL does: no clause for errors catches it, and each later change raises it again."""
 
 
 class Job(NamedTuple):
@@ -60,11 +56,14 @@ class Job(NamedTuple):
 class Writer(NamedTuple):
     """A writer of a run's folder."""
 
-    name: str
     work: Callable[[Job, int], None]
     """Takes over or resumes the run, and continues to its end. Receives the number of the start, from 1."""
     check: Callable[[Job], None]
     """Checks that the run is complete and intact."""
+    runs: str
+    """The folder that contains the run's."""
+    creates: bool
+    """Whether the writer creates the run's folder."""
 
 
 def save_checkpoints(job: Job, start: int) -> None:
@@ -179,13 +178,13 @@ def check_trial(job: Job) -> None:
     assert trial.status == "finished" and not (job.run / "checkpoints" / "latest").exists()
 
 
-WRITERS = (
-    Writer("checkpoints", save_checkpoints, check_checkpoints),
-    Writer("phases", store_phases, check_phases),
-    Writer("trial", write_trial, check_trial),
-    Writer("run", write_run, check_run),
-    Writer("sweep", write_sweep, check_sweep),
-)
+WRITERS = [
+    pytest.param(Writer(save_checkpoints, check_checkpoints, "runs", creates=False), id="checkpoints"),
+    pytest.param(Writer(store_phases, check_phases, "runs", creates=False), id="phases"),
+    pytest.param(Writer(write_trial, check_trial, "trials", creates=False), id="trial"),
+    pytest.param(Writer(write_run, check_run, "runs", creates=True), id="run", marks=pytest.mark.slow),
+    pytest.param(Writer(write_sweep, check_sweep, "runs", creates=True), id="sweep", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +193,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], 
 
 
 def make_job(recipe: Recipe, folder: Path, writer: Writer) -> Job:
-    runs = folder / ("trials" if writer.name == "trial" else "runs")
+    runs = folder / writer.runs
     runs.mkdir(parents=True)
-    if writer.name not in ("run", "sweep"):  # the others create it
+    if not writer.creates:
         (runs / "one").mkdir()
     donor = CheckpointStore(open_store(folder / "donor"))
     (folder / "donor").mkdir()
@@ -217,13 +216,7 @@ def lose(run: Path) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["suspended", "killed"])
-@pytest.mark.parametrize(
-    "writer",
-    [
-        pytest.param(writer, id=writer.name, marks=[pytest.mark.slow] if writer.name in ("run", "sweep") else [])
-        for writer in WRITERS
-    ],
-)
+@pytest.mark.parametrize("writer", WRITERS)
 def test_a_later_start_is_intact_and_can_be_resumed(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Writer, is_killed: bool
 ) -> None:
@@ -237,18 +230,16 @@ def test_a_later_start_is_intact_and_can_be_resumed(
         if is_temporary(path) and event not in ("os.rename", "shutil.rmtree"):
             continue  # the changes before and after it are enough
         job = make_job(recipe, tmp_path / str(number), writer)
-        takes_over = (
-            not is_killed and "lease" not in path
-        )  # while it is written, the next start waits for this machine's lock
+        # While the lease is written, the next start waits for this machine's lock.
+        takes_over = not is_killed and "lease" not in path
 
-        def interrupt(job: Job = job, takes_over: bool = takes_over) -> None:
-            if is_killed:
-                raise Killed
+        def take_over(job: Job = job, takes_over: bool = takes_over) -> None:
             if takes_over:
                 lose(job.run)
                 writer.work(job, 2)
 
-        with before_change(job.run, number, interrupt, is_killed) as seen, suppress(DistcseError, Killed):
+        act = kill if is_killed else take_over
+        with before_change(job.run, number, act, is_killed) as seen, suppress(DistcseError, Killed):
             writer.work(job, 1)
         try:
             # A start may begin again when the later one has ended: then it has the lease.
@@ -259,9 +250,7 @@ def test_a_later_start_is_intact_and_can_be_resumed(
                 writer.work(job, start)
                 writer.check(job)
         except BaseException as error:
-            error.add_note(
-                f"{'killed' if is_killed else 'suspended'} before change {number} of {len(changes)}, {change}"
-            )
+            error.add_note(f"before change {number} of {len(changes)}, {change}")
             raise
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,12 +81,7 @@ def test_workers_divide_the_global_batch() -> None:
     [
         ([], 8, 0, {}),
         # Longer groups start with more workers.
-        (
-            [make_work("short", 1), make_work("long", 8), make_work("middle", 2)],
-            11,
-            0,
-            {"short": 1, "middle": 2, "long": 8},
-        ),
+        ([make_work("short", 1), make_work("long", 8), make_work("mid", 2)], 11, 0, {"short": 1, "mid": 2, "long": 8}),
         # More groups than slots run in waves from the longest.
         ([make_work(str(cost), cost) for cost in (1, 2, 3, 4)], 2, 0, {"4": 1, "3": 1, "2": 0, "1": 0}),
         ([make_work("1", 1), make_work("2", 2), make_work("4", 1, workers=1)], 2, 0, {"4": 1, "2": 1, "1": 0}),
@@ -134,9 +130,8 @@ class Pool:
 
     def acquire(self, group: str, phase: int = 1, has_labels: bool = True) -> None:
         def acquire() -> None:
-            with pytest.raises(StoppedEarlyError):
+            with suppress(StoppedEarlyError):
                 self.pool.acquire(group, Phase(phase), lambda: has_labels, Reporter(stop_requested=self.stopped.is_set))
-                raise StoppedEarlyError("ended")
 
         self._threads.append(threading.Thread(target=acquire, daemon=True))
         self._threads[-1].start()
@@ -188,17 +183,13 @@ def test_groups_without_room_run_later_and_the_last_one_grows() -> None:
 
 
 def test_scoring_takes_free_workers_and_a_group_that_left_needs_none() -> None:
-    pool = Pool(4, trains=1.0, leaves=8.0)
+    pool = Pool(3, trains=100.0, waits=1.0, leaves=8.0)
     pool.acquire("trains")
+    pool.acquire("waits", has_labels=False)
     pool.pool.leave("leaves")
-    pool.wait(trains=4)
-    other = Pool(3, trains=100.0, waits=1.0)
-    other.acquire("trains")
-    other.acquire("waits", has_labels=False)
-    other.wait(trains=2)  # three do not split its batch
-    assert len(other.pool.begin_scoring("trains")) == 3
+    pool.wait(trains=2)  # three do not split its batch
+    assert len(pool.pool.begin_scoring("trains")) == 3
     pool.stop()
-    other.stop()
 
 
 def test_measured_steps_and_pauses_decide_whether_growth_pays() -> None:
@@ -303,13 +294,17 @@ class FakeWorkers(ResizableGroup):
 def finish(
     recipe: MutualRecipe,
     folder: Path,
-    pool: WorkerPool,
-    workers: Sequence[FakeWorkers],
-    in_use: Mapping[int, str],
-) -> PhaseStore:
-    """Run groups to their end; their workers collect their events."""
-    store, ending = PhaseStore(open_store(folder, Lease.acquire(open_store(folder)))), threading.Event()
-    groups: list[Group] = []
+    usable: Callable[[], Sequence[int]],
+    counts: Sequence[int] = (1,),
+    step_s: Sequence[float] = (0.0001,) * 3,
+    **kinds: type[FakeWorkers],
+) -> list[FakeWorkers]:
+    """Run the groups a, b and c to their end on the usable slots, and return their workers, which collect their events."""
+    in_use, ending, groups = dict[int, str](), threading.Event(), list[Group]()
+    times = dict(zip("abc", step_s, strict=True))
+    pool = WorkerPool({name: make_member(seconds, counts) for name, seconds in times.items()}, usable)
+    workers = [kinds.get(name, FakeWorkers)(name, seconds, in_use) for name, seconds in times.items()]
+    store = PhaseStore(open_store(folder, Lease.acquire(open_store(folder))))
     for each in workers:
         each.reporter = pool.observed(each.name, Reporter())
         groups.append(PooledGroup(each, pool, Reporter(each.events.append, ending.is_set)))
@@ -317,7 +312,7 @@ def finish(
         assert not run_groups(recipe, groups, store, LabelExchange(recipe, store, ending), Reporter())
     finally:
         assert not in_use
-    return store
+    return workers
 
 
 def assert_labels_of_all(folder: Path) -> None:
@@ -329,11 +324,7 @@ def test_groups_share_workers_from_the_start_to_the_end_of_a_run(
     three: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distcse.runs.mutual.group.PAUSE_S", 0.001)
-    in_use: dict[int, str] = {}
-    steps = {"a": 0.012, "b": 0.001, "c": 0.001}
-    pool = WorkerPool({name: make_member(seconds, (1, 2)) for name, seconds in steps.items()}, lambda: range(2))
-    workers = [FakeWorkers(name, seconds, in_use) for name, seconds in steps.items()]
-    finish(three(), tmp_path, pool, workers, in_use)
+    workers = finish(three(), tmp_path, lambda: range(2), counts=(1, 2), step_s=(0.012, 0.001, 0.001))
     assert_labels_of_all(tmp_path)
     assert 2 in workers[0].numbers, "the slowest group took no worker of the others"
     for each in workers:
@@ -351,7 +342,7 @@ def test_a_group_continues_in_other_slots_after_a_node_was_lost(
 
     When the group scores, that node is back, and it loses the other.
     """
-    usable, losses, in_use = [0, 1], list[str](), dict[int, str]()
+    usable, losses = [0, 1], list[str]()
 
     class LosesNodes(FakeWorkers):
         def loses(self, activity: str, phase: Phase) -> bool:
@@ -362,32 +353,26 @@ def test_a_group_continues_in_other_slots_after_a_node_was_lost(
             usable[:] = [slot for slot in (0, 1) if slot not in self._slots]
             return True
 
-        def train(
-            self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
-        ) -> PhaseResult | None:
+        def train(self, phase: Phase, *rest: Any, **named: Any) -> PhaseResult | None:
             if self.loses("training", phase):
                 if is_drained:
                     return None
                 raise SlotsLost
-            return super().train(phase, labels, should_pause)
+            return super().train(phase, *rest, **named)
 
         def score(self, phase: Phase) -> Scores:
             if self.loses("scoring", phase):
                 raise SlotsLost
             return super().score(phase)
 
-    pool = WorkerPool({name: make_member(0.0001, (1,)) for name in "abc"}, lambda: usable)
-    workers = [LosesNodes(name, 0.0001, in_use) for name in "abc"]
-    finish(three(), tmp_path, pool, workers, in_use)
+    events = finish(three(), tmp_path, lambda: usable, a=LosesNodes, b=LosesNodes, c=LosesNodes)[0].events
     assert losses == ["training", "scoring"]
     assert_labels_of_all(tmp_path)
-    lost, continued = (
-        "lost a node in cycle-1-cross; other shared workers continue",
-        "continuing cycle-1-cross with 1 workers",
-    )
-    texts = [event.text for event in workers[0].events if isinstance(event, LogMessage)]
+    lost = "lost a node in cycle-1-cross; other shared workers continue"
+    continued = "continuing cycle-1-cross with 1 workers"
+    texts = [event.text for event in events if isinstance(event, LogMessage)]
     assert texts == [*([] if is_drained else [lost]), continued, lost, continued]
-    activities = [event.activity for event in workers[0].events if isinstance(event, GroupActivity)]
+    activities = [event.activity for event in events if isinstance(event, GroupActivity)]
     assert [activity for activity in activities if activity != "waiting"] == ["training", "scoring"]
 
 
@@ -411,12 +396,9 @@ def test_only_errors_of_a_group_drop_it(
         def score(self, phase: Phase) -> Scores:
             raise error
 
-    in_use = dict[int, str]()
-    pool = WorkerPool({name: make_member(0.0001, (1,)) for name in "abc"}, lambda: range(1))
-    workers = [(Fails if name == "b" else FakeWorkers)(name, 0.0001, in_use) for name in "abc"]
     recipe = three(f"mutual.on_failure={on_failure}")
     with nullcontext() if is_dropped else fails_with(type(error), str(error)):
-        finish(recipe, tmp_path, pool, workers, in_use)
+        finish(recipe, tmp_path, lambda: range(1), b=Fails)
     assert list(PhaseStore(open_store(tmp_path)).dropped) == ["b"] * is_dropped
     if is_dropped:
         np.testing.assert_allclose(labels_of(tmp_path)[2], ord("b") + 2)
@@ -425,37 +407,29 @@ def test_only_errors_of_a_group_drop_it(
 # -- the cluster ----------------------------------------------------------------------------------------------------------
 
 
-def nodes_of(*resources: dict[str, float]) -> list[Node]:
-    return [Node(str(number), each, {}) for number, each in enumerate(resources)]
-
-
 @pytest.mark.parametrize(
     ("nodes", "overrides", "number", "each"),
     [
-        (({"CPU": 2.0},), (), 2, {"CPU": 1.0}),
-        (({"CPU": 16.0},), (), 3, {"CPU": 5.3}),
-        (({"CPU": 16.0},), tuple(f"groups.{n}.cpus_per_worker=2" for n in range(3)), 8, {"CPU": 2.0}),
-        (({"CPU": 16.0},), ("mutual.shared_workers=4",), 4, {"CPU": 4.0}),
-        (({"CPU": 16.0, "GPU": 4.0}, {"CPU": 64.0}), (), 4, {"CPU": 4.0, "GPU": 1.0}),
-        (({"CPU": 16.0, "GPU": 4.0},), ("resources.gpu=none",), 3, {"CPU": 5.3}),
+        ([{"CPU": 2.0}], [], 2, {"CPU": 1.0}),
+        ([{"CPU": 16.0}], [], 3, {"CPU": 5.3}),
+        ([{"CPU": 16.0}], [f"groups.{n}.cpus_per_worker=2" for n in range(3)], 8, {"CPU": 2.0}),
+        ([{"CPU": 16.0}], ["mutual.shared_workers=4"], 4, {"CPU": 4.0}),
+        ([{"CPU": 16.0, "GPU": 4.0}, {"CPU": 64.0}], [], 4, {"CPU": 4.0, "GPU": 1.0}),
+        ([{"CPU": 16.0, "GPU": 4.0}], ["resources.gpu=none"], 3, {"CPU": 5.3}),
     ],
 )
 def test_shared_workers_fit_the_cluster(
-    three: MakeRecipe,
-    nodes: tuple[dict[str, float], ...],
-    overrides: tuple[str, ...],
-    number: int,
-    each: dict[str, float],
+    three: MakeRecipe, nodes: list[dict[str, float]], overrides: list[str], number: int, each: dict[str, float]
 ) -> None:
     recipe = three("ray=true", "mutual.shared_workers=auto", *overrides)
-    plan = plan_groups(recipe, recipe.groups, nodes_of(*nodes))
+    plan = plan_groups(recipe, recipe.groups, [Node(str(n), resources, {}) for n, resources in enumerate(nodes)])
     assert (plan.shared_workers, plan.per_worker) == (number, [each] * 3)
 
 
 def test_a_cluster_without_room_for_a_group_is_refused(three: MakeRecipe) -> None:
     recipe = three("ray=true", "mutual.shared_workers=2", "groups.1.workers=4")
     with fails_with(ClusterTooSmallError, "4 of 2 shared workers", "groups.N.workers"):
-        plan_groups(recipe, recipe.groups, nodes_of({"CPU": 2.0}))
+        plan_groups(recipe, recipe.groups, [Node("one", {"CPU": 2.0}, {})])
 
 
 def test_larger_models_take_more_workers(three: MakeRecipe, tmp_path: Path, sentences: list[str]) -> None:
