@@ -106,6 +106,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("tune", [R], 2, ["name a recipe and a space: distcse tune RECIPE --space SPACE"]),
     ("tune", [R, "--space", "{p.folder}/tua2.yaml"], 2, ["objective.rank.tua2", "did you mean 'tau2'?"]),
     ("tune", [R, "--space", "{p.folder}/tau2.yaml", "student.backbone=nobody/no-such-model"], 1, ["DCSE-M01"]),
+    ("tune", [R, "--space", "{p.folder}/tau2.yaml", "evaluation.dev=none"], 2, ["evaluation.dev is none"]),
     ("evaluate", ["{p.tiny}", "--suite", "stss", "--data", "{p.labelled}"], 1, ["DCSE-E04", "'stss'", "sts, transfer"]),
     ("evaluate", ["{p.tiny}", "--pooling", "mean"], 1, ["DCSE-E04", "--data"]),
     ("evaluate", ["{p.folder}/empty", "--data", "{p.labelled}"], 1, ["DCSE-M02", "empty", "model.safetensors"]),
