@@ -24,7 +24,6 @@ from distcse.storage import open_store
 from tests.endpoints import Reply, open_endpoint
 from tests.failures import fails_with
 from tests.jobs import make_recipe
-from tests.pairs import make_mutual_recipe
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -139,27 +138,6 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], *named: str) -> None:
     lines = [line for line in shown.err.splitlines() if line.startswith("distcse: ")]
     assert len(lines) == 1 and "Traceback" not in shown.err, shown.err
     assert [words for words in named if words not in lines[0]] == [], lines[0]
-
-
-@pytest.mark.parametrize(
-    ("pairs", "named"),
-    [
-        ("pairs.path={p.folder}/text.jsonl", "sentence1"),
-        ("pairs.columns=[body, other]", "body"),
-        ("pairs={{task: no_such_task}}", "no_such_task"),
-        ("pairs={{mine: {{corpus: {{path: '{p.folder}/text.jsonl'}}}}}}", "corpus.column"),
-        ("pairs={{mine: {{corpus: {{path: /nowhere/text.txt}}}}}}", "/nowhere/text.txt"),
-    ],
-)
-def test_what_a_mutual_distillation_lacks_is_found_before_there_is_a_run(
-    pairs: str, named: str, place: Place, sentences: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tmp_path / "mutual.yaml"
-    recipe.write_text(recipe_yaml(make_mutual_recipe(tmp_path, {"bert": place.tiny}, sentences)))
-    given = [pairs.format(p=place), f"evaluation.data={place.labelled}"]
-    assert cli.main(["train", str(recipe), *given, "--quiet"]) in (1, 2)
-    assert_one_line(capsys, named)
-    assert [*(tmp_path / "runs").glob("*")] == []
 
 
 def test_settings_are_compared_with_the_hubs_configuration(
