@@ -190,16 +190,14 @@ def test_a_model_without_the_prompt_that_its_folder_names_is_warned_of(
 def test_an_evaluation_without_the_prompt_that_a_folder_names_is_warned_of(
     tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
 ) -> None:
-    theirs = shutil.copytree(tiny("bert"), tmp_path / "theirs")
-    change_json(
-        theirs / "config_sentence_transformers.json", prompts={"query": "query: ", "document": "", "passage": "p: "}
-    )
+    theirs, texts = shutil.copytree(tiny("bert"), tmp_path / "theirs"), tmp_path / "texts.txt"
+    prompts = {"query": "query: ", "document": "", "passage": "p: "}
+    change_json(theirs / "config_sentence_transformers.json", prompts=prompts)
     Encoder.load(theirs, pooling="mean").save(tmp_path / "ours")  # which reads texts as it was trained
-    (tmp_path / "texts.txt").write_text("\n".join(sentences[:20]))
+    texts.write_text("\n".join(sentences[:20]))
 
     def warned(prompt: str) -> list[str]:
         models, options = [str(theirs), str(tmp_path / "ours")], LoadOptions(pooling="mean", prompt=prompt)
-        texts = tmp_path / "texts.txt"
         return reported(
             "W04", lambda r: evaluate(models, texts=texts, load_options=options, dry_run=True, listen=r.emit)
         )
@@ -413,6 +411,10 @@ RISING = [(0, 40.0), (50, 84.0), (100, 87.0), (150, 88.6), (152, 88.6)]
 START = (0, 46.64)
 
 
+def curve(scores: list[tuple[int, float]], **training: Any) -> tuple[list[tuple[int, float]], int, TrainingSection]:
+    return scores, 152, TrainingSection(**training)
+
+
 @pytest.mark.parametrize(
     ("warn", "arguments", "code", "words"),
     [
@@ -422,27 +424,17 @@ START = (0, 46.64)
         (warn_of_few_steps, (100, 22, 12), "", ""),
         (warn_of_cut_rows, (0.62, 32), "W06", "62% of the rows … student.max_length"),
         (warn_of_cut_rows, (0.37, 32), "", "as many as in runs that were measured"),
-        (
-            warn_of_curve,
-            (RISING, 152, TrainingSection(epochs=1.5)),
-            "W07",
-            "1.60 from step 100 to 152 … training.epochs=3",
-        ),
-        (warn_of_curve, (RISING, 152, TrainingSection(max_steps=152)), "W07", "training.max_steps=304"),
-        (warn_of_curve, ([*RISING[:3], (152, 87.2)], 152, TrainingSection()), "", "within the noise between seeds"),
-        (warn_of_curve, ([*RISING[:2], (100, 89.0), (152, 88.6)], 152, TrainingSection()), "", "falls"),
-        (
-            warn_of_curve,
-            ([*RISING[:3], (110, 89.0), (114, 87.0), (152, 88.6)], 152, TrainingSection()),
-            "",
-            "was higher",
-        ),
-        (warn_of_curve, ([(0, 40.0), (152, 88.6)], 152, TrainingSection()), "", "nothing to compare the end with"),
-        (warn_of_curve, ([], 152, TrainingSection()), "", ""),
-        (warn_of_curve, ([START, (5, 0.45), (25, -1.09)], 152, TrainingSection(lr=0.06)), "W11", "46.64 … .lr (0.02)"),
-        (warn_of_curve, ([START, (5, 46.64)], 152, TrainingSection()), "W11", "46.64"),  # the start wins a tie
-        (warn_of_curve, ([START, (5, 47.0), (25, -1.09)], 152, TrainingSection()), "", "has gained"),
-        (warn_of_curve, ([START], 152, TrainingSection()), "", "has not been trained"),
+        (warn_of_curve, curve(RISING, epochs=1.5), "W07", "1.60 from step 100 to 152 … training.epochs=3"),
+        (warn_of_curve, curve(RISING, max_steps=152), "W07", "training.max_steps=304"),
+        (warn_of_curve, curve([*RISING[:3], (152, 87.2)]), "", "within the noise between seeds"),
+        (warn_of_curve, curve([*RISING[:2], (100, 89.0), (152, 88.6)]), "", "falls"),
+        (warn_of_curve, curve([*RISING[:3], (110, 89.0), (114, 87.0), (152, 88.6)]), "", "was higher"),
+        (warn_of_curve, curve([(0, 40.0), (152, 88.6)]), "", "nothing to compare the end with"),
+        (warn_of_curve, curve([]), "", ""),
+        (warn_of_curve, curve([START, (5, 0.45), (25, -1.09)], lr=0.06), "W11", "46.64 … .lr (0.02)"),
+        (warn_of_curve, curve([START, (5, 46.64)]), "W11", "46.64"),  # the start wins a tie
+        (warn_of_curve, curve([START, (5, 47.0), (25, -1.09)]), "", "has gained"),
+        (warn_of_curve, curve([START]), "", "has not been trained"),
     ],
 )
 def test_few_steps_cut_rows_and_curves_are_warned_of(
