@@ -303,6 +303,10 @@ INVALID_VALUES = {
     "teachers.encoders.0.endpoint={url: 'http://host/v1', api_key_env: sk-hush}": (
         "teachers.encoders.0.endpoint.api_key_env"
     ),
+    **{
+        f"loggers.mlflow={{uri: '{uri}'}}": "MLFLOW_TRACKING_USERNAME"
+        for uri in ("https://me:hush@host/", "postgresql://host/runs?password=hush")
+    },
     "objective.regression=null": "objective has no term",
     "objective.regression.weight=0": "objective has no term",
     "evaluation.final_suites=sts": (
