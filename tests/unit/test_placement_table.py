@@ -22,6 +22,7 @@ from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., Recipe]
+MakeGroups = Callable[..., MutualRecipe]
 
 LIVE = "teachers.mode=live"
 RANK, SMALL_SERVERS = "teachers.encoders.1.similarity=rank", "teachers.gpus_per_actor=0.2"
@@ -89,7 +90,7 @@ def nodes_of(gpus: str) -> list[Node]:
 
 
 @pytest.fixture
-def groups_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Callable[..., MutualRecipe]:
+def groups_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeGroups:
     """Makes a recipe of a number of groups, with overrides."""
     return lambda number, *overrides: make_mutual_recipe(
         tmp_path, {f"group{index}": tiny("bert") for index in range(number)}, sentences, *overrides
@@ -123,7 +124,7 @@ GROUPS = [
 
 @pytest.mark.parametrize(("gpus", "number", "overrides", "expected"), GROUPS)
 def test_groups(
-    gpus: str, number: int, overrides: tuple[str, ...], expected: list[float] | str, groups_with: MakeRecipe
+    gpus: str, number: int, overrides: tuple[str, ...], expected: list[float] | str, groups_with: MakeGroups
 ) -> None:
     recipe = groups_with(number, "ray=true", *overrides)
     if isinstance(expected, str):
@@ -183,7 +184,7 @@ def test_one_line_describes_the_plans(recipe_with: MakeRecipe) -> None:
     assert describe_plans(plans_of_run(recipe, nodes)) == ("GPUs 8: none is used (resources.gpu: none)")
 
 
-def test_workers_that_can_share_a_gpu_need_the_torch_engine(recipe_with: MakeRecipe, groups_with: MakeRecipe) -> None:
+def test_workers_that_can_share_a_gpu_need_the_torch_engine(recipe_with: MakeRecipe, groups_with: MakeGroups) -> None:
     shares = ("training.workers=2", "training.gpus_per_worker=0.5")
     assert recipe_with(*shares, "training.engine=torch")
     assert recipe_with("training.workers=2", "training.gpus_per_worker=0.75", "training.engine=auto")
@@ -229,7 +230,7 @@ def test_ranks_of_an_endpoints_vectors_are_computed_on_a_gpu(recipe_with: MakeRe
     assert server_resources(section, section.encoders[1], resources.server_gpus) == {"num_cpus": 0.0, "num_gpus": 0.5}
 
 
-def test_gpus_that_ray_cannot_give_are_refused(recipe_with: MakeRecipe, groups_with: MakeRecipe) -> None:
+def test_gpus_that_ray_cannot_give_are_refused(recipe_with: MakeRecipe, groups_with: MakeGroups) -> None:
     """Ray refuses `num_gpus=1.5` when the process starts; a group's worker and scorer take half each."""
     for key in ("training.gpus_per_worker", "teachers.gpus_per_actor"):
         for allowed in (2, 0.25):
