@@ -25,18 +25,13 @@ from tests.conftest import ROOT
 from tests.failures import fails_with
 
 
-def test_everything_named_is_there() -> None:
+def test_everything_named_is_there_and_no_module_is_in_its_place() -> None:
+    """`import distcse.train` sets distcse.train to the module: no public name may be a module's."""
     for name in distcse.__all__:
-        assert getattr(distcse, name) is not None
+        assert getattr(distcse, name) is not None and find_spec(f"distcse.{name}") is None, name
     assert set(distcse.__all__) <= set(dir(distcse))
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = distcse.trian  # type: ignore[attr-defined]
-
-
-def test_no_module_is_in_a_functions_place() -> None:
-    """`import distcse.train` sets distcse.train to the module: no public name may be a module's."""
-    for name in distcse.__all__:
-        assert find_spec(f"distcse.{name}") is None, name
 
 
 def test_importing_it_and_reading_a_recipe_needs_no_torch() -> None:
@@ -172,9 +167,8 @@ def test_seeds_with_a_loss_of_ones_own(
 ) -> None:
     recipe_with()
     few = {"max_steps": 3, "objective.custom.pull.weight": 0.5}
-    runs = distcse.run(
-        tmp_path / "recipe.yaml", values=few, texts=sentences[:64], losses={"pull": Pull(0.5)}, seeds=[1, 2]
-    )
+    given: dict[str, Any] = {"values": few, "texts": sentences[:64], "losses": {"pull": Pull(0.5)}}
+    runs = distcse.run(tmp_path / "recipe.yaml", **given, seeds=[1, 2])
     assert len(runs) == 2 and not runs.interrupted and [*runs.by_seed] == [1, 2]
     recipes = [run.result.recipe for run in runs]
     assert [recipe.seed for recipe in recipes] == [1, 2]
@@ -187,14 +181,7 @@ def test_seeds_with_a_loss_of_ones_own(
     for page in (runs.directory / "report.md", *(run.model / "README.md" for run in runs)):
         assert "mean ± standard deviation" in page.read_text()
 
-    one = distcse.run(
-        tmp_path / "recipe.yaml",
-        f"storage.run_id={runs.directory.name}",
-        values=few,
-        texts=sentences[:64],
-        losses={"pull": Pull(0.5)},
-        seeds=[1],
-    )
+    one = distcse.run(tmp_path / "recipe.yaml", f"storage.run_id={runs.directory.name}", **given, seeds=[1])
     for run in (*runs, *one):
         assert "model-index" in (run.model / "README.md").read_text()
     (stored,) = (tmp_path / "cache" / "texts").iterdir()
@@ -207,17 +194,10 @@ def test_seeds_with_a_loss_of_ones_own(
     assert main(["train", "--seeds", "x"]) == 2 and "--seeds has no number" in capsys.readouterr().err
 
     table = distcse.evaluate({"mine": runs, "again": [*runs], "one": runs[0]}, texts=sentences[:40])
-    assert [about.name for about in table.evaluation.models] == [
-        "mine, seed 1",
-        "mine, seed 2",
-        "again, run 1",
-        "again, run 2",
-        "one",
-    ]
-    compared = runs.compare(labelled)
-    assert compared.score("sts", "STS-B", "all", "student, seed 1") == runs[0].compare(labelled).score(
-        "sts", "STS-B", "all", "student"
-    )
+    names = [about.name for about in table.evaluation.models]
+    assert names == ["mine, seed 1", "mine, seed 2", "again, run 1", "again, run 2", "one"]
+    both, one_alone = runs.compare(labelled), runs[0].compare(labelled)
+    assert both.score("sts", "STS-B", "all", "student, seed 1") == one_alone.score("sts", "STS-B", "all", "student")
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {

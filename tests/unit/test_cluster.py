@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,19 +131,10 @@ def test_a_wait_ends_after_its_time_or_a_stop_request(autoscaler: Autoscaler, mo
     assert autoscaler.requests[-1] == ([], True)
 
 
-class UnaskedCluster(FixedCluster):
-    """A cluster that must not be asked for nodes."""
-
-    def scaled_up(
-        self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
-    ) -> AbstractContextManager[None]:
-        raise AssertionError(requests)
-
-
-def test_dry_runs_ask_for_no_nodes(recipe_with: Callable[..., Recipe]) -> None:
-    backend, wait = LocalBackend(), "resources.wait_s=60"
-    backend.cluster = UnaskedCluster([Node("", {"CPU": 4.0}, {})])  # type: ignore[assignment]
-    recipe = recipe_with("training.workers=1", wait)
+def test_dry_runs_ask_for_no_nodes(recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FixedCluster, "scaled_up", lambda *arguments: pytest.fail("asked for nodes"))
+    backend, recipe = LocalBackend(), recipe_with("training.workers=1", "resources.wait_s=60")
+    backend.cluster = FixedCluster([Node("", {"CPU": 4.0}, {})])  # type: ignore[assignment]
     check_embedding(recipe, backend, Reporter())
     Distillation(recipe).check(backend, Reporter())
 
@@ -305,16 +296,25 @@ def test_an_address_without_a_cluster_is_an_error(address: str, reason: str, mon
         pass
 
 
-def test_an_error_of_a_background_start_is_raised_when_the_cluster_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"127.0.0.1:{free_port()}"
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_background_start_ends_with_its_run_and_leaves_nothing_to_the_next(
+    is_failing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is raised when the cluster is entered, unless the run fails before."""
+    address, other = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("RAY_ADDRESS", address)
-    start_ray()
-    start_ray()
-    with fails_with(RayConnectionError, f" {address}: ", "(Connection refused)"), cluster():
-        pass
-    other = f"127.0.0.1:{free_port()}"
+    if is_failing:
+        with pytest.raises(KeyError), starting_ray():
+            raise KeyError("something else")
+        assert not [thread for thread in threading.enumerate() if thread.name == "cluster"]
+        assert start_ray() is True
+    else:
+        start_ray()
+        start_ray()
+        with fails_with(RayConnectionError, f" {address}: ", "(Connection refused)"), cluster():
+            pass
     monkeypatch.setenv("RAY_ADDRESS", other)
-    with fails_with(RayConnectionError, f" {other}: "), cluster():  # the first start is forgotten
+    with fails_with(RayConnectionError, f" {other}: "), cluster():
         pass
 
 
@@ -385,17 +385,6 @@ def test_a_token_that_a_variable_gives_is_used_to_join(monkeypatch: pytest.Monke
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     StartingCluster(_Late("10.0.0.1:6379", 1, None)).end()
     assert os.environ.pop("RAY_AUTH_MODE") == "token"
-
-
-def test_a_run_that_fails_before_it_enters_its_cluster_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
-    with pytest.raises(KeyError), starting_ray():
-        raise KeyError("something else")
-    assert not [thread for thread in threading.enumerate() if thread.name == "cluster"]
-    assert start_ray() is True
-    monkeypatch.setenv("RAY_ADDRESS", "nowhere")
-    with fails_with(RayConnectionError, " nowhere: "), cluster():
-        pass
 
 
 # -- waits and pauses ----------------------------------------------------------------------------------------------------

@@ -21,45 +21,33 @@ from distcse.cli.shared import COMMANDS, USUAL_CALLS
 from tests.conftest import ROOT
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab", reason="shtab is not installed")
     if shutil.which("bash") is None:
         pytest.skip("there is no bash")
-    file = tmp_path_factory.mktemp("completion") / "distcse.bash"
-    with pytest.MonkeyPatch.context() as patch, open(file, "w") as written:
-        patch.setattr("sys.stdout", written)
-        assert main(["completion", "bash"]) == 0
-    return file
-
-
-def complete(script: Path, folder: Path, *words: str) -> set[str]:
-    """Return bash's completions of the last word, computed as an interactive bash does."""
-    program = (
-        'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; '
-        '_shtab_distcse distcse "${@: -1}" "${@: -2:1}"; '
-        'printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(
-        ["bash", "--norc", "-c", program, "bash", str(script), *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stderr == ""
-    return set(done.stdout.split())
-
-
-def test_bash_completes(script: Path, tmp_path: Path) -> None:
+    assert main(["completion", "bash"]) == 0
+    (script := tmp_path / "distcse.bash").write_text(capsys.readouterr().out)
     (tmp_path / "minilm-mine.yaml").touch()
-    assert complete(script, tmp_path, "distcse", "") >= set(COMMANDS)
-    assert complete(script, tmp_path, "distcse", "ev") == {"evaluate"}
-    assert complete(script, tmp_path, "distcse", "train", "--re") == {"--rerun", "--resume"}
-    assert complete(script, tmp_path, "distcse", "train", "minilm") == {"minilm-mine.yaml"}
-    assert complete(script, tmp_path, "distcse", "evaluate", "--precision", "f") == {"fp32", "fp16"}
-    assert complete(script, tmp_path, "distcse", "recipe", "sc") == {"schema"}
-    assert complete(script, tmp_path, "distcse", "recipe", "schema", "m") == {"mutual"}
+
+    def complete(*words: str) -> set[str]:
+        """Return bash's completions of the last word, computed as an interactive bash does."""
+        program = (
+            'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; '
+            '_shtab_distcse distcse "${@: -1}" "${@: -2:1}"; '
+            'printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        command = ["bash", "--norc", "-c", program, "bash", str(script), "distcse", *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        return set(done.stdout.split())
+
+    assert complete("") >= set(COMMANDS)
+    assert complete("ev") == {"evaluate"}
+    assert complete("train", "--re") == {"--rerun", "--resume"}
+    assert complete("train", "minilm") == {"minilm-mine.yaml"}
+    assert complete("evaluate", "--precision", "f") == {"fp32", "fp16"}
+    assert complete("recipe", "sc") == {"schema"}
+    assert complete("recipe", "schema", "m") == {"mutual"}
 
 
 @pytest.mark.parametrize(
@@ -168,13 +156,13 @@ def test_a_command_calls_itself_as_it_was_called(
         assert text.startswith(f"usage: {form}") and f"Example: {form}" in " ".join(text.split())
 
 
+EMPTY = "is empty, such as an unset shell variable; write a value, or leave it out"
+
+
 @pytest.mark.parametrize(
     ("words", "end"),
     [
-        (
-            "train --config my.yaml --training.lr 2e-5",
-            "--config: the recipe is the first word; write distcse train FILE",
-        ),
+        ("train --config my.yaml --training.lr 2e-5", "the recipe is the first word; write distcse train FILE"),
         ("train my.yaml --training.lr=2e-5", "write training.lr=VALUE"),
         ("train my.yaml --batch-size 64", "settings are key.path=value; write training.batch_size=VALUE"),
         ("train my.yaml --seed 1", "write seed=VALUE"),
@@ -182,16 +170,11 @@ def test_a_command_calls_itself_as_it_was_called(
         ("evaluate model --datas x", "did you mean '--data'?"),
         ("recipe show quickstart --all", "unrecognized arguments: --all"),
         # an unset shell variable
-        *(
-            (words, f"{name} is empty, such as an unset shell variable; write a value, or leave it out")
-            for words, name in (
-                ("train --resume ''", "--resume"),
-                ("train quickstart --run-id=", "--run-id"),
-                ("train ''", "an argument"),
-                ("evaluate MODEL --texts ' '", "--texts"),
-                ("recipe cp quickstart ''", "an argument"),
-            )
-        ),
+        ("train --resume ''", f"--resume {EMPTY}"),
+        ("train quickstart --run-id=", f"--run-id {EMPTY}"),
+        ("train ''", f"an argument {EMPTY}"),
+        ("evaluate MODEL --texts ' '", f"--texts {EMPTY}"),
+        ("recipe cp quickstart ''", f"an argument {EMPTY}"),
     ],
 )
 def test_other_programs_forms_and_empty_words_are_refused_with_the_right_form(

@@ -17,11 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import enable_progress_bar
 
 import distcse
-from distcse.compat import (
-    create_optimizer_state,
-    require_no_compiler,
-    without_noise,
-)
+from distcse.compat import create_optimizer_state, require_no_compiler, without_noise
 from distcse.compat.torch import (
     assert_async,
     foreach_norm,
@@ -77,17 +73,9 @@ def test_fused_adamw_counts_updates_once_and_divides_gradients() -> None:
         for parameter, gradient in zip(expected, gradients, strict=True):
             parameter.grad = gradient / 2
         reference.step()
-        fused_adamw_(
-            weights,
-            [gradient.clone() for gradient in gradients],
-            *moments,
-            torch.tensor(update),
-            lr=0.1,
-            betas=(0.9, 0.99),
-            weight_decay=0.01,
-            epsilon=1e-8,
-            grad_divisor=torch.tensor(2.0),
-        )
+        settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "weight_decay": 0.01, "epsilon": 1e-8}
+        copies = [gradient.clone() for gradient in gradients]
+        fused_adamw_(weights, copies, *moments, torch.tensor(update), **settings, grad_divisor=torch.tensor(2.0))
     for weight, parameter in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight, parameter.detach())
 
@@ -121,10 +109,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]
 
 
 def test_without_noise(
-    tiny: Callable[..., Path],
-    tmp_path: Path,
-    reports: list[logging.LogRecord],
-    capfd: pytest.CaptureFixture[str],
+    tiny: Callable[..., Path], tmp_path: Path, reports: list[logging.LogRecord], capfd: pytest.CaptureFixture[str]
 ) -> None:
     def load_and_save() -> None:
         AutoModelForSequenceClassification.from_pretrained(tiny()).save_pretrained(tmp_path)

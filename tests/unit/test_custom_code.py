@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from distcse import cli
 from distcse.cluster.health import check_recipe
 from distcse.errors import ArgumentError, CustomClassError, InvalidValueError
-from distcse.events import Event, Reporter, StageProgress, StepReport
+from distcse.events import Event, Reporter, StepReport
 from distcse.losses import TeacherOutputs, Views, build_objective, try_terms
 from distcse.models import Encoder
 from distcse.recipe import (
@@ -41,7 +41,6 @@ from distcse.teachers import kinds
 from distcse.teachers.kinds import base, kind_of
 from distcse.testing import check_term
 from tests.backends import run
-from tests.commands import command
 from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.jobs import rows_embedded
@@ -66,11 +65,12 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def recipe_of_the_page(recipe_with: Callable[..., Recipe], tmp_path: Path, *overrides: str) -> Recipe:
     """Load a small recipe that is updated with the page's YAML."""
-    document = yaml.safe_load((recipe_with(), tmp_path / "recipe.yaml")[1].read_text())
+    recipe_with()  # writes recipe.yaml
+    file = tmp_path / "recipe.yaml"
+    document = yaml.safe_load(file.read_text())
     objective, teachers = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.S))
     document.update(objective)
-    document["teachers"]["encoders"] = [document["teachers"]["encoders"][0], teachers["teachers"]["encoders"][1]]
-    file = tmp_path / "page.yaml"
+    document["teachers"]["encoders"][1] = teachers["teachers"]["encoders"][1]
     file.write_text(yaml.safe_dump(document))
     return load_recipe(str(file), overrides)
 
@@ -88,8 +88,7 @@ def test_a_run_with_the_pages_term_and_teacher(
     assert kinds["teacher 1"] == ("custom", "my_teachers:Trigrams") and kinds["teacher 0"][0] == "bi-encoder"
     later: list[Event] = []
     embed_corpus(recipe, LocalBackend(), Reporter(later.append))
-    notes = [event.note for event in later if isinstance(event, StageProgress) and event.name == "teacher 1"]
-    assert notes[0] == "0 embedded, 384 reused"
+    assert rows_embedded(later) == [0, 0]
 
 
 def test_a_class_of_the_script_is_trained_with_its_parameters_and_not_saved(
@@ -115,7 +114,7 @@ def test_kwargs_change_the_fingerprint_of_a_teacher_and_a_plan_names_it(
     wider = teacher.model_copy(update={"kwargs": {"width": 2048}})
     fingerprints = [kind_of(section).source_fingerprint() for section in (teacher, teacher, wider)]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2] and kind_of(teacher).has_vectors
-    assert cli.main(["plan", str(tmp_path / "page.yaml")]) == 0
+    assert cli.main(["plan", str(tmp_path / "recipe.yaml")]) == 0
     assert "trigrams" in capsys.readouterr().out  # a plan cannot estimate it
 
 
@@ -265,11 +264,7 @@ class Sound(nn.Module):
     ],
 )
 def test_a_run_names_a_new_built_in_term_that_fails(
-    name: str,
-    needed: tuple[Need, ...],
-    named: tuple[str, ...],
-    recipe_with: Callable[..., Recipe],
-    modules: Path,
+    name: str, needed: tuple[Need, ...], named: tuple[str, ...], recipe_with: Callable[..., Recipe], modules: Path
 ) -> None:
     (modules / "odd_terms.py").write_text(NEW_TERMS)
     section = NewObjectiveSection(regression=RegressionSection(), new=NewTermSection(class_path=name, needed=needed))
@@ -294,17 +289,16 @@ def test_terms_are_tried_on_what_a_worker_of_a_large_batch_has(modules: Path) ->
 
 def test_invalid_custom_classes_in_a_recipe_are_refused(recipe_with: Callable[..., Recipe], modules: Path) -> None:
     endpoint = "endpoint: {url: 'http://h/v1'}"
-    cases: tuple[tuple[str, tuple[str, ...]], ...] = (
-        (TERM % ("my_terms", "{}"), ("objective.custom.mine.class_path", "my_terms")),
-        (TERM.replace("mine:", "loss:") % ("a:B", "{}"), ("custom", "loss")),
-        (TERM.replace("mine:", "kept_accuracy:") % ("a:B", "{}"), ("custom", "kept_accuracy")),
-        ("teachers.encoders.0.kwargs={width: 3}", ("teachers.encoders.0", "kwargs")),
-        (f"teachers.encoders=[{{backbone: m, class_path: 'a:B', {endpoint}}}]", ("class_path", "endpoint")),
-        ("teachers.encoders.0.class_path=a:B", ("teachers.encoders.0", "max_length")),
-        ("teachers.encoders=[{backbone: m, class_path: 'a:B', prompt: 'q: '}]", ("teachers.encoders.0", "prompt")),
-        (f"teachers.encoders=[{{backbone: m, {endpoint}, precision: bf16}}]", ("precision", "endpoint")),
-    )
-    for override, named in cases:
+    for override, *named in (
+        (TERM % ("my_terms", "{}"), "objective.custom.mine.class_path", "my_terms"),
+        (TERM.replace("mine:", "loss:") % ("a:B", "{}"), "custom", "loss"),
+        (TERM.replace("mine:", "kept_accuracy:") % ("a:B", "{}"), "custom", "kept_accuracy"),
+        ("teachers.encoders.0.kwargs={width: 3}", "teachers.encoders.0", "kwargs"),
+        (f"teachers.encoders=[{{backbone: m, class_path: 'a:B', {endpoint}}}]", "class_path", "endpoint"),
+        ("teachers.encoders.0.class_path=a:B", "teachers.encoders.0", "max_length"),
+        ("teachers.encoders=[{backbone: m, class_path: 'a:B', prompt: 'q: '}]", "teachers.encoders.0", "prompt"),
+        (f"teachers.encoders=[{{backbone: m, {endpoint}, precision: bf16}}]", "precision", "endpoint"),
+    ):
         with fails_with(InvalidValueError, *named):
             recipe_with(override)
     (modules / "odd_terms.py").write_text(ODD)
@@ -322,8 +316,6 @@ def test_an_unusable_teacher_is_refused(recipe_with: Callable[..., Recipe], modu
         with fails_with(CustomClassError, *named):
             run(recipe, Reporter())
 
-
-plan = command("plan")
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 TEACHER = "teachers.encoders=[{backbone: 'hashed-words:512'}]"
@@ -363,17 +355,12 @@ def test_a_run_distils_from_the_new_kind(recipe_with: Callable[..., Recipe], sen
 
 
 @pytest.mark.usefixtures("hashed_words")
-def test_doctor_and_plan_know_the_new_kind(
+def test_doctor_plan_and_tables_know_the_new_kind(
     recipe_with: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = recipe_with(TEACHER)
-    assert {check.verdict for check in check_recipe(recipe)} == {"ok"}
-    assert plan([str(tmp_path / "recipe.yaml"), TEACHER]) == 0
+    assert {check.verdict for check in check_recipe(recipe_with(TEACHER))} == {"ok"}
+    assert cli.main(["plan", str(tmp_path / "recipe.yaml"), TEACHER]) == 0
     assert "384 sentences; time not estimated" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("hashed_words")
-def test_a_table_is_keyed_by_the_new_kinds_fingerprint() -> None:
     narrow, wide = (kind_of(TeacherSection(backbone=f"hashed-words:{width}")) for width in (64, 512))
     assert narrow.source_fingerprint() != wide.source_fingerprint() and narrow.precision == "fp32"
 
@@ -428,40 +415,26 @@ print(json.dumps([reported, expected]))
 """
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a copy of the package, to which the parts of the page have been added."""
-    folder = tmp_path_factory.mktemp("with_the_loss")
-    shutil.copytree(ROOT / "distcse", folder / "distcse", ignore=shutil.ignore_patterns("__pycache__"))
+def test_two_steps_have_the_losses_of_an_inline_calculation(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    """With a copy of the package to which the parts of the page have been added."""
+    shutil.copytree(ROOT / "distcse", tmp_path / "distcse", ignore=shutil.ignore_patterns("__pycache__"))
     section = CONTRIBUTING.split("## Add a loss")[1].split("\n## ")[0]
     (_, settings), (_, key), (file, mathematics) = re.findall(r'```python title="(.+?)"\n(.*?)```', section, re.S)
-    assert file == "distcse/losses/margin_mse.py" and not (folder / file).exists()
-    (folder / file).write_text(mathematics, encoding="utf-8")
-    objective = folder / "distcse" / "recipe" / "objective.py"
+    assert file == "distcse/losses/margin_mse.py" and not (tmp_path / file).exists()
+    (tmp_path / file).write_text(mathematics, encoding="utf-8")
+    objective = tmp_path / "distcse" / "recipe" / "objective.py"
     source = objective.read_text(encoding="utf-8")
     for place, added in (("class ObjectiveSection(", f"{settings}\n\n"), ("    custom: dict[", key)):
         assert source.count(place) == 1
         source = source.replace(place, added + place)
     objective.write_text(source, encoding="utf-8")
-    return folder
-
-
-def python(package: Path, *arguments: str) -> str:
-    """Run Python with the copy of the package."""
-    environment = {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=package, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_two_steps_have_the_losses_of_an_inline_calculation(
-    package: Path, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
     (tmp_path / "lines.txt").write_text("\n".join(sentences[:120]))
-    student, teacher = str(tiny("bert")), str(tiny("minilm"))
-    output = python(package, "-c", TRAIN_AND_COMPARE, str(tmp_path), student, teacher)
-    reported, expected = json.loads(output.splitlines()[-1])
+    code = [sys.executable, "-c", TRAIN_AND_COMPARE, str(tmp_path), str(tiny("bert")), str(tiny("minilm"))]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    reported, expected = json.loads(done.stdout.splitlines()[-1])
     assert len(reported) == 2 and reported == pytest.approx(expected, rel=2e-3)
     assert reported[0] != pytest.approx(reported[1], rel=1e-2)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -57,11 +58,9 @@ def test_a_required_gpu_is_checked_where_the_run_trains(recipe_with: Callable[..
 
 def test_memory_is_the_kernels_available_memory(tmp_path: Path) -> None:
     assert "available" in machine.check_memory().found
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       8000000 kB\nMemAvailable:     500000 kB\n")
-    assert machine.check_memory(meminfo).verdict == "fail"
-    meminfo.write_text("MemTotal:       8000000 kB\nMemAvailable:    2000000 kB\n")
-    assert machine.check_memory(meminfo).verdict == "warn"
+    for available, verdict in ((500_000, "fail"), (2_000_000, "warn")):
+        (tmp_path / "meminfo").write_text(f"MemTotal:       8000000 kB\nMemAvailable:     {available} kB\n")
+        assert machine.check_memory(tmp_path / "meminfo").verdict == verdict
 
 
 def test_a_container_has_the_resources_of_its_cgroup(tmp_path: Path) -> None:
@@ -102,12 +101,6 @@ def test_a_folder_is_tested_and_left_unchanged(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only file system refuses to delete a missing file too."""
 
-    def refuse(error: OSError) -> Callable[..., None]:
-        def fail(*arguments: object, **options: object) -> None:
-            raise error
-
-        return fail
-
     def found_of(folder: Path) -> str:
         found = machine.check_folder("storage.runs", folder)
         assert found.verdict == "fail" and "storage.runs=FOLDER" in found.fix
@@ -117,48 +110,38 @@ def test_a_folder_that_cannot_be_used_fails(tmp_path: Path, monkeypatch: pytest.
     found_of(Path("/proc/self/cache"))
     assert str(file) in found_of(file / "runs")
     with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", refuse(OSError(30, "Read-only file system")))
-        patch.setattr(Path, "unlink", refuse(OSError(30, "Read-only file system")))
+        for opener in ("builtins.open", "pathlib.Path.unlink"):
+            patch.setattr(opener, Mock(side_effect=OSError(30, "Read-only file system")))
         assert "Read-only file system" in found_of(tmp_path)
-    monkeypatch.setattr(Path, "exists", refuse(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(Path, "exists", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert "Permission denied" in found_of(tmp_path / "closed" / "runs")
-
-
-def answer_of(name: str) -> Check:
-    """Return what the doctor finds of a model."""
-    return the_only([*answers([("model", lambda: check_model(EncoderSection(backbone=name)))])])
 
 
 def test_models_are_checked(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """A folder of weights fails until it has a tokenizer."""
+
+    def failure_of(name: str | Path) -> str:
+        check = the_only([*answers([("model", lambda: check_model(EncoderSection(backbone=str(name))))])])
+        return check.found if check.verdict == "fail" else ""
+
     bare, pickled = tmp_path / "bare", tmp_path / "pickled"
     for folder, weights in ((bare, "model.safetensors"), (pickled, "pytorch_model.bin")):
         folder.mkdir()
         (folder / weights).write_bytes((tiny("bert") / "model.safetensors").read_bytes())
-    for name, found in (
-        ("/nowhere", "/nowhere"),
-        ("nobody/has-this", "HF_HUB_OFFLINE"),
-        (str(bare), "no tokenizer"),
-        (str(pickled), "safetensors"),
-    ):
-        answer = answer_of(name)
-        assert answer.verdict == "fail" and found in answer.found, answer
+    assert "/nowhere" in failure_of("/nowhere") and "HF_HUB_OFFLINE" in failure_of("nobody/has-this")
+    assert "no tokenizer" in failure_of(bare) and "safetensors" in failure_of(pickled)
     shutil.copy(tiny("bert") / "config.json", bare)
     (bare / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
-    empty = answer_of(str(bare))
-    assert empty.verdict == "fail" and str(bare) in empty.found and "tokenizer" in empty.found
+    assert str(bare) in failure_of(bare) and "tokenizer" in failure_of(bare)
     shutil.copy(tiny("bert") / "tokenizer.json", bare)
-    assert answer_of(str(bare)).verdict == "ok"
-
-
-def check_endpoint(url: str) -> Check:
-    return the_only(kind_of(TeacherSection(backbone="teacher", endpoint=EndpointSection(url=url))).check_source())
+    assert not failure_of(bare)
 
 
 @pytest.mark.parametrize(("status", "verdict"), [(200, "ok"), (401, "fail"), (503, "warn")])
 def test_endpoints_are_requested(status: int, verdict: str) -> None:
     with open_endpoint(lambda body, headers: Reply("", status)) as url:
-        assert check_endpoint(url).verdict == verdict
+        teacher = kind_of(TeacherSection(backbone="teacher", endpoint=EndpointSection(url=url)))
+        assert the_only(teacher.check_source()).verdict == verdict
 
 
 @pytest.mark.parametrize(("host", "verdict"), [("127.0.0.1", "ok"), ("0.0.0.0", "fail")])
@@ -206,18 +189,19 @@ def test_tables_that_do_not_fit_are_refused_with_the_bytes_that_are_missing(
 
 
 def test_the_token_is_required_and_private(tmp_path: Path) -> None:
-    assert the_only(health.check_token({}, tmp_path)).verdict == "ok"
-    assert the_only(health.check_token({"RAY_AUTH_MODE": "disabled"}, tmp_path)).verdict == "warn"
+    def verdicts(**environment: str) -> list[str]:
+        return [check.verdict for check in health.check_token(environment, tmp_path)]
+
     joined = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": "10.0.0.1:6379"}
-    assert the_only(health.check_token(joined, tmp_path)).verdict == "fail"
-    assert the_only(health.check_token({**joined, "RAY_AUTH_TOKEN": "abc"}, tmp_path)).verdict == "ok"
+    assert verdicts() == verdicts(**joined, RAY_AUTH_TOKEN="abc") == ["ok"]
+    assert verdicts(RAY_AUTH_MODE="disabled") == ["warn"] and verdicts(**joined) == ["fail"]
     file = tmp_path / ".ray" / "auth_token"
     file.parent.mkdir()
     file.write_text("abc")
     file.chmod(0o644)
-    assert [check.verdict for check in health.check_token(joined, tmp_path)] == ["ok", "warn"]
+    assert verdicts(**joined) == ["ok", "warn"]
     file.chmod(0o600)
-    assert the_only(health.check_token(joined, tmp_path)).verdict == "ok"
+    assert verdicts(**joined) == ["ok"]
 
 
 def test_without_an_address_no_cluster_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,14 @@ import pytest
 from distcse import cli
 from distcse.errors import (
     ClusterTooSmallError,
+    CorpusNotFoundError,
     CorpusTooSmallError,
     DistcseError,
     EncoderSettingError,
     EvaluationDataError,
+    EvaluationFormatError,
     InvalidValueError,
+    MissingColumnError,
     ModelNotFoundError,
     UnsuitableTeacherError,
 )
@@ -108,8 +111,10 @@ def test_groups_are_checked_too(groups: Path, capsys: pytest.CaptureFixture[str]
 def test_groups_fail_as_their_run_does(
     how: list[str], groups: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    test = next((labelled / "sts" / "stsb").glob("test.tsv*"))
-    test_as_dev = [f"evaluation.data={labelled}", f"evaluation.dev={test}", "evaluation.final_suites=[sts]"]
+    data, test = f"evaluation.data={labelled}", next((labelled / "sts" / "stsb").glob("test.tsv*"))
+    lines, nowhere = groups.parent / "text.jsonl", "pairs={mine: {corpus: {path: /nowhere/text.txt}}}"
+    lines.write_text('{"body": "A sentence."}\n')
+    test_as_dev = [data, f"evaluation.dev={test}", "evaluation.final_suites=[sts]"]
     cases: list[tuple[list[str], type[DistcseError], list[str]]] = [
         (["groups.1.backbone=./nowhere"], ModelNotFoundError, ["nowhere"]),
         (["groups.1.cross_backbone=./nowhere"], ModelNotFoundError, ["nowhere"]),
@@ -117,9 +122,15 @@ def test_groups_fail_as_their_run_does(
         ([f"pairs.path={groups.parent}/nothing.tsv"], EvaluationDataError, ["nothing.tsv"]),
         ([f"evaluation.dev={groups.parent}/nothing.tsv"], EvaluationDataError, ["nothing.tsv"]),
         (test_as_dev, InvalidValueError, ["dev", "STS-B"]),
+        ([f"pairs.path={lines}"], EvaluationFormatError, ["sentence1"]),
+        (["pairs.columns=[body, other]"], EvaluationFormatError, ["body"]),
+        ([data, "pairs={task: no_such_task}"], CorpusNotFoundError, ["no_such_task"]),
+        ([data, f"pairs={{mine: {{corpus: {{path: '{lines}'}}}}}}"], MissingColumnError, ["corpus.column"]),
+        ([data, nowhere], CorpusNotFoundError, ["/nowhere/text.txt"]),
     ]
     for overrides, kind, named in cases:
         assert_error(capsys, ["train", str(groups), *overrides, *how], kind, *named)
+    assert not [*(groups.parent / "runs").glob("*")]
 
 
 def test_sweeps_embedding_passes_and_evaluations_have_it_too(

@@ -12,7 +12,6 @@ from typing import Annotated, ClassVar, Self
 import pytest
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
 
 import distcse
 from distcse import cli
@@ -50,17 +49,13 @@ class SoupRecipe(BaseRecipe):
     resumable_keys: ClassVar[tuple[str, ...]] = ("storage.cache", "log_every")
 
     name: str = "soup"
-    """Name of the run directory."""
     seed: int = 0
-    """Not used: a mean is not random."""
     soup: Annotated[list[str], Field(min_length=1)]
     """Folders or hub ids of the models."""
     log_every: Annotated[int, Field(ge=1)] = 1
     """Models between two reports."""
     storage: StorageSection = StorageSection()
-    """Where runs are stored."""
     loggers: LoggersSection = LoggersSection()
-    """Experiment trackers."""
 
     @property
     def inputs(self) -> RecipeInputs:
@@ -90,19 +85,15 @@ class Soup(Experiment[SoupRecipe]):
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> Result:
         with open_run(self, backend, reporter, directory) as (directory, _, reporter):
             directory.record(self.recipe.seed, self.fingerprints(reporter))
-            file = directory.path / "sum.safetensors"
-            weights = load_file(file) if file.exists() else {}
-            done = int(weights.pop("count", torch.tensor(0)))
-            for number in range(done, len(self.recipe.soup)):
-                encoder = Encoder.load(self.recipe.soup[number])
+            weights: dict[str, torch.Tensor] = {}
+            for number, model in enumerate(self.recipe.soup, start=1):
+                encoder = Encoder.load(model)
                 for key, tensor in encoder.state_dict().items():
                     weights[key] = weights.get(key, torch.zeros_like(tensor)) + tensor
-                save_file({**weights, "count": torch.tensor(number + 1)}, file)
-                if (number + 1) % self.recipe.log_every == 0:
-                    reporter.emit(LogMessage(f"added model {number}"))
+                if number % self.recipe.log_every == 0:
+                    reporter.emit(LogMessage(f"added {number} models"))
                 if reporter.stop_requested():
                     return self._result(directory, interrupted=True)
-            encoder = Encoder.load(self.recipe.soup[0])
             encoder.load_state_dict({key: tensor / len(self.recipe.soup) for key, tensor in weights.items()})
             encoder.save(directory.model)
         return self._result(directory, interrupted=False)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,43 +25,36 @@ from distcse.storage import open_store
 from tests.endpoints import Reply, open_endpoint
 from tests.failures import fails_with
 from tests.jobs import make_recipe
-from tests.pairs import make_mutual_recipe
 
 pytestmark = pytest.mark.usefixtures("without_ray")
-
-
-class Place:
-    """A folder with a recipe that works, and everything that is needed to break it."""
-
-    def __init__(self, folder: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path) -> None:
-        self.folder, self.tiny = folder, tiny("bert")
-        recipe = make_recipe(folder, tiny("bert"), [tiny("minilm")], sentences, "training.max_steps=4")
-        self.recipe = folder / "works.yaml"
-        self.recipe.write_text(recipe_yaml(recipe))
-        self.labelled = labelled
-        (folder / "not.yaml").write_text("student: {backbone: x\n")
-        (folder / "text.jsonl").write_text(json.dumps({"body": "A sentence."}) + "\n")
-        (folder / "few.txt").write_text("One.\nTwo.\nThree.\n")
-        (folder / "file").write_text("in the way")
-        (folder / "empty").mkdir()
-        self.pickled = shutil.copytree(self.tiny, folder / "pickled")
-        torch.save(load_file(self.pickled / "model.safetensors"), self.pickled / "pytorch_model.bin")
-        (self.pickled / "model.safetensors").unlink()
-        self.adapter = folder / "adapter"
-        self.adapter.mkdir()
-        (self.adapter / "adapter_config.json").write_text("{}")
-        for name in ("tau2", "tua2"):
-            (folder / f"{name}.yaml").write_text(f"parameters: {{objective.rank.{name}: {{values: [0.1]}}}}\n")
-        self.run = folder / "runs" / "begun"
-        self.run.mkdir(parents=True)
-        write_recipe(open_store(self.run), recipe)
 
 
 @pytest.fixture(scope="module")
 def place(
     tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str], labelled: Path
-) -> Place:
-    return Place(tmp_path_factory.mktemp("mistakes"), tiny, sentences, labelled)
+) -> SimpleNamespace:
+    """A folder with a recipe that works, and everything that is needed to break it."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    recipe = make_recipe(folder, tiny("bert"), [tiny("minilm")], sentences, "training.max_steps=4")
+    for name, text in {
+        "works.yaml": recipe_yaml(recipe),
+        "not.yaml": "student: {backbone: x\n",
+        "text.jsonl": json.dumps({"body": "A sentence."}) + "\n",
+        "few.txt": "One.\nTwo.\nThree.\n",
+        "file": "in the way",
+        "adapter/adapter_config.json": "{}",
+        "tau2.yaml": "parameters: {objective.rank.tau2: {values: [0.1]}}\n",
+        "tua2.yaml": "parameters: {objective.rank.tua2: {values: [0.1]}}\n",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "empty").mkdir()
+    pickled = shutil.copytree(tiny("bert"), folder / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    (run := folder / "runs" / "begun").mkdir(parents=True)
+    write_recipe(open_store(run), recipe)
+    return SimpleNamespace(folder=folder, recipe=folder / "works.yaml", tiny=tiny("bert"), labelled=labelled, run=run)
 
 
 R = "{p.recipe}"
@@ -87,13 +81,13 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
         ["DCSE-M01", "'BAAI/bge-base-en-v1.5'", "HF_HUB_OFFLINE", "local folder"],
     ),
     ("train", [R, "teachers.encoders.0.pooling=null"], 2, ["DCSE-M09", "set pooling: cls, mean"]),
-    ("train", [R, "student.backbone={p.pickled}"], 1, ["DCSE-M04", "pytorch_model.bin but no safetensors"]),
+    ("train", [R, "student.backbone={p.folder}/pickled"], 1, ["DCSE-M04", "pytorch_model.bin but no safetensors"]),
     ("train", [R, "student.backbone=package:no_such/model"], 1, ["package 'no_such' is not installed", "pip install no_such"]),
     ("train", [R, "student.layers=[0, 7]"], 2, ["DCSE-M09", "layers", "7", "has 3 layers; allowed: 0 to 2"]),
     ("train", [R, "student.max_length=4096"], 2, ["max_length is 4096", "at most"]),
     ("train", [R, "teachers.encoders.0.max_length=4096"], 2, ["max_length is 4096", "at most"]),
     ("train", [R, "student.backbone={p.run}"], 1, ["DCSE-M01", "/model"]),
-    ("train", [R, "student.backbone={p.adapter}"], 1, ["adapter", "merge"]),
+    ("train", [R, "student.backbone={p.folder}/adapter"], 1, ["adapter", "merge"]),
     ("train", [R, "student.backbone={p.tiny}/model.safetensors"], 1, ["DCSE-M01", "model.safetensors"]),
     # folders, and resuming
     ("train", [R, "storage.runs={p.folder}/file/runs"], 1, ["cannot write in", "set storage.runs to a folder"]),
@@ -106,6 +100,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("tune", [R], 2, ["name a recipe and a space: distcse tune RECIPE --space SPACE"]),
     ("tune", [R, "--space", "{p.folder}/tua2.yaml"], 2, ["objective.rank.tua2", "did you mean 'tau2'?"]),
     ("tune", [R, "--space", "{p.folder}/tau2.yaml", "student.backbone=nobody/no-such-model"], 1, ["DCSE-M01"]),
+    ("tune", [R, "--space", "{p.folder}/tau2.yaml", "evaluation.dev=none"], 2, ["evaluation.dev is none"]),
     ("evaluate", ["{p.tiny}", "--suite", "stss", "--data", "{p.labelled}"], 1, ["DCSE-E04", "'stss'", "sts, transfer"]),
     ("evaluate", ["{p.tiny}", "--pooling", "mean"], 1, ["DCSE-E04", "--data"]),
     ("evaluate", ["{p.folder}/empty", "--data", "{p.labelled}"], 1, ["DCSE-M02", "empty", "model.safetensors"]),
@@ -119,7 +114,7 @@ def test_one_message_and_no_run(
     arguments: list[str],
     status: int,
     named: list[str],
-    place: Place,
+    place: SimpleNamespace,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -140,29 +135,8 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], *named: str) -> None:
     assert [words for words in named if words not in lines[0]] == [], lines[0]
 
 
-@pytest.mark.parametrize(
-    ("pairs", "named"),
-    [
-        ("pairs.path={p.folder}/text.jsonl", "sentence1"),
-        ("pairs.columns=[body, other]", "body"),
-        ("pairs={{task: no_such_task}}", "no_such_task"),
-        ("pairs={{mine: {{corpus: {{path: '{p.folder}/text.jsonl'}}}}}}", "corpus.column"),
-        ("pairs={{mine: {{corpus: {{path: /nowhere/text.txt}}}}}}", "/nowhere/text.txt"),
-    ],
-)
-def test_what_a_mutual_distillation_lacks_is_found_before_there_is_a_run(
-    pairs: str, named: str, place: Place, sentences: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tmp_path / "mutual.yaml"
-    recipe.write_text(recipe_yaml(make_mutual_recipe(tmp_path, {"bert": place.tiny}, sentences)))
-    given = [pairs.format(p=place), f"evaluation.data={place.labelled}"]
-    assert cli.main(["train", str(recipe), *given, "--quiet"]) in (1, 2)
-    assert_one_line(capsys, named)
-    assert [*(tmp_path / "runs").glob("*")] == []
-
-
 def test_settings_are_compared_with_the_hubs_configuration(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model in the hub's cache, in a sub-folder that modules.json names."""
     model, inside = tmp_path / "models--somebody--model", "0_Transformer"
@@ -184,7 +158,7 @@ def test_settings_are_compared_with_the_hubs_configuration(
         check("student.layers=[0, 7]")
 
 
-def test_what_is_missing_is_found_before_torch_is_imported_and_ray_starts(place: Place) -> None:
+def test_what_is_missing_is_found_before_torch_is_imported_and_ray_starts(place: SimpleNamespace) -> None:
     given = [str(place.recipe), "training.workers=1"]
     wrong = ["corpus.path=/nowhere/text.txt", "student.backbone=package:no_such/model", "evaluation.data=/nowhere"]
     code = (
@@ -206,7 +180,11 @@ LAUNCHED = {
 
 @pytest.mark.parametrize(("launcher", "command"), zip(LAUNCHED, ("train", "tune", "embed", "train"), strict=True))
 def test_one_of_several_processes_of_a_launcher_is_refused(
-    launcher: str, command: str, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    launcher: str,
+    command: str,
+    place: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in LAUNCHED[launcher].items():
         monkeypatch.setenv(name, value)
@@ -231,7 +209,7 @@ def test_the_only_process_of_a_launcher_is_not_refused(monkeypatch: pytest.Monke
             refuse_launchers()
 
 
-def test_a_recipe_is_printed_with_what_would_change(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_printed_with_what_would_change(place: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     """A number as people write it is a number; a run's recipe has the values with which it would be resumed."""
     for words, printed in (
         ([str(place.recipe), "training.lr=1e-5"], "lr: 1.0e-05"),
@@ -241,7 +219,7 @@ def test_a_recipe_is_printed_with_what_would_change(place: Place, capsys: pytest
         assert printed in capsys.readouterr().out
 
 
-def test_an_endpoint_that_refuses_or_is_not_there(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_endpoint_that_refuses_or_is_not_there(place: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     refuse = Reply('{"error": "invalid api key"}', 401)
     with open_endpoint(lambda body, headers: refuse) as url:
         for address, named in (

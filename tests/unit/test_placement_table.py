@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from distcse.cluster.teacher_servers import placement_options
-from distcse.devices.gpu_plan import GpuPlan, describe_plans, process_group_backend
-from distcse.devices.resources import (
-    Node,
-    ResourceRequest,
-    count_fitting,
-    find_shortfall,
-    refuse_impossible,
-)
+from distcse.devices.gpu_plan import describe_plans, process_group_backend
+from distcse.devices.resources import Node, ResourceRequest, count_fitting, find_shortfall, refuse_impossible
 from distcse.errors import ClusterTooSmallError, InvalidValueError
-from distcse.recipe import Recipe, Sweep, load_recipe
+from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe
 from distcse.runs.distillation.processes import plan_run, plans_of_run
 from distcse.runs.mutual.processes import plan_groups
 from distcse.teachers.resources import server_resources
@@ -27,6 +22,7 @@ from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., Recipe]
+MakeGroups = Callable[..., MutualRecipe]
 
 LIVE = "teachers.mode=live"
 RANK, SMALL_SERVERS = "teachers.encoders.1.similarity=rank", "teachers.gpus_per_actor=0.2"
@@ -93,8 +89,12 @@ def nodes_of(gpus: str) -> list[Node]:
     return nodes
 
 
-def plan_of(recipe: Recipe, nodes: Sequence[Node]) -> GpuPlan:
-    return plan_run(recipe, nodes).gpus
+@pytest.fixture
+def groups_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeGroups:
+    """Makes a recipe of a number of groups, with overrides."""
+    return lambda number, *overrides: make_mutual_recipe(
+        tmp_path, {f"group{index}": tiny("bert") for index in range(number)}, sentences, *overrides
+    )
 
 
 @pytest.mark.parametrize("case", RUNS, ids=lambda case: f"{case.gpus} GPUs: {' '.join(case.overrides)}")
@@ -102,9 +102,9 @@ def test_a_run(case: Row, recipe_with: MakeRecipe) -> None:
     nodes, recipe = nodes_of(case.gpus), recipe_with(*case.overrides)
     if case.needs:
         with fails_with(ClusterTooSmallError, f"needs {case.needs} GPUs", "training.gpus_per_worker"):
-            plan_of(recipe, nodes)
+            plan_run(recipe, nodes)
         return
-    assert plan_of(recipe, nodes).describe() == f"training workers {case.gets}"
+    assert plan_run(recipe, nodes).gpus.describe() == f"training workers {case.gets}"
 
 
 GROUPS = [
@@ -124,16 +124,9 @@ GROUPS = [
 
 @pytest.mark.parametrize(("gpus", "number", "overrides", "expected"), GROUPS)
 def test_groups(
-    gpus: str,
-    number: int,
-    overrides: tuple[str, ...],
-    expected: list[float] | str,
-    tiny: Callable[..., Path],
-    sentences: list[str],
-    tmp_path: Path,
+    gpus: str, number: int, overrides: tuple[str, ...], expected: list[float] | str, groups_with: MakeGroups
 ) -> None:
-    models = {f"group{index}": tiny("bert") for index in range(number)}
-    recipe = make_mutual_recipe(tmp_path, models, sentences, "ray=true", *overrides)
+    recipe = groups_with(number, "ray=true", *overrides)
     if isinstance(expected, str):
         with fails_with(ClusterTooSmallError, expected, "groups.N.gpus_per_worker", "mutual.shared_workers: auto"):
             plan_groups(recipe, recipe.groups, nodes_of(gpus))
@@ -171,9 +164,9 @@ def test_trials(
 def test_a_required_gpu_that_is_missing_is_refused(recipe_with: MakeRecipe) -> None:
     required = "resources.gpu=required"
     with fails_with(ClusterTooSmallError, "the cluster has no GPU for the training workers", "resources.gpu=auto"):
-        plan_of(recipe_with(required, "training.workers=1"), nodes_of("0"))
+        plan_run(recipe_with(required, "training.workers=1"), nodes_of("0"))
     with fails_with(ClusterTooSmallError, "the nodes with role=students have no GPU for the training workers"):
-        plan_of(recipe_with(required, "training.workers=1", STUDENTS), nodes_of("8 0:students"))
+        plan_run(recipe_with(required, "training.workers=1", STUDENTS), nodes_of("8 0:students"))
     for override in ("training.gpus_per_worker=0", "teachers.gpus_per_actor=0"):
         with fails_with(InvalidValueError, "resources.gpu is required, and ", "is 0"):
             recipe_with(required, "training.workers=1", override)
@@ -191,9 +184,7 @@ def test_one_line_describes_the_plans(recipe_with: MakeRecipe) -> None:
     assert describe_plans(plans_of_run(recipe, nodes)) == ("GPUs 8: none is used (resources.gpu: none)")
 
 
-def test_workers_that_can_share_a_gpu_need_the_torch_engine(
-    recipe_with: MakeRecipe, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
-) -> None:
+def test_workers_that_can_share_a_gpu_need_the_torch_engine(recipe_with: MakeRecipe, groups_with: MakeGroups) -> None:
     shares = ("training.workers=2", "training.gpus_per_worker=0.5")
     assert recipe_with(*shares, "training.engine=torch")
     assert recipe_with("training.workers=2", "training.gpus_per_worker=0.75", "training.engine=auto")
@@ -201,11 +192,10 @@ def test_workers_that_can_share_a_gpu_need_the_torch_engine(
     for engine in ("auto", "deepspeed"):
         with fails_with(InvalidValueError, "gpus_per_worker is 0.5", "NCCL", "write engine: torch"):
             recipe_with(*shares, f"training.engine={engine}")
-    models = {"group": tiny("bert")}
     groups = ("groups.0.workers=2", "groups.0.gpus_per_worker=0.5")
-    assert make_mutual_recipe(tmp_path, models, sentences, *groups)
-    with fails_with(InvalidValueError, "group group has 2 workers", "write cross.engine: torch"):
-        make_mutual_recipe(tmp_path, models, sentences, *groups, "cross.engine=auto")
+    assert groups_with(1, *groups)
+    with fails_with(InvalidValueError, "group group0 has 2 workers", "write cross.engine: torch"):
+        groups_with(1, *groups, "cross.engine=auto")
 
 
 def test_nccl_joins_workers_that_have_different_gpus() -> None:
@@ -215,10 +205,12 @@ def test_nccl_joins_workers_that_have_different_gpus() -> None:
 
 def test_cpus_are_shared_among_the_nodes_with_gpus(recipe_with: MakeRecipe) -> None:
     """Without that, the CPUs of nodes without GPUs would raise the share above what the node with GPUs has."""
-    nodes = [Node("head", {"CPU": 64.0}, {}), Node("gpus", {"CPU": 16.0, "GPU": 8.0}, {})]
-    assert plan_run(recipe_with("training.workers=8"), nodes).per_worker == {"CPU": 2.0, "GPU": 1.0}
-    nodes = [Node("large", {"CPU": 64.0, "GPU": 1.0}, {}), Node("gpus", {"CPU": 14.0, "GPU": 7.0}, {})]
-    assert plan_run(recipe_with("training.workers=8"), nodes).per_worker == {"CPU": 2.0, "GPU": 1.0}
+    for one, other in (
+        ({"CPU": 64.0}, {"CPU": 16.0, "GPU": 8.0}),
+        ({"CPU": 64.0, "GPU": 1.0}, {"CPU": 14.0, "GPU": 7.0}),
+    ):
+        nodes = [Node("one", one, {}), Node("other", other, {})]
+        assert plan_run(recipe_with("training.workers=8"), nodes).per_worker == {"CPU": 2.0, "GPU": 1.0}
 
 
 def test_teachers_whose_lists_workers_compute_need_no_nodes(recipe_with: MakeRecipe) -> None:
@@ -238,21 +230,17 @@ def test_ranks_of_an_endpoints_vectors_are_computed_on_a_gpu(recipe_with: MakeRe
     assert server_resources(section, section.encoders[1], resources.server_gpus) == {"num_cpus": 0.0, "num_gpus": 0.5}
 
 
-def test_gpus_that_ray_cannot_give_are_refused(
-    recipe_with: MakeRecipe, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
-) -> None:
+def test_gpus_that_ray_cannot_give_are_refused(recipe_with: MakeRecipe, groups_with: MakeGroups) -> None:
     """Ray refuses `num_gpus=1.5` when the process starts; a group's worker and scorer take half each."""
-    models = {"group": tiny("bert")}
-    for override in ("training.gpus_per_worker=", "teachers.gpus_per_actor="):
-        assert recipe_with("training.workers=1", f"{override}2") and recipe_with(
-            "training.workers=1", f"{override}0.25"
-        )
-        with fails_with(InvalidValueError, override.removesuffix("="), "1.5", "write 1 or 2"):
-            recipe_with("training.workers=1", f"{override}1.5")
-    assert make_mutual_recipe(tmp_path, models, sentences, "ray=true", "groups.0.gpus_per_worker=4")
+    for key in ("training.gpus_per_worker", "teachers.gpus_per_actor"):
+        for allowed in (2, 0.25):
+            assert recipe_with("training.workers=1", f"{key}={allowed}")
+        with fails_with(InvalidValueError, key, "1.5", "write 1 or 2"):
+            recipe_with("training.workers=1", f"{key}=1.5")
+    assert groups_with(1, "ray=true", "groups.0.gpus_per_worker=4")
     for gpus, named in (("2.5", ("2.5",)), ("3", ("1.5 each", "write 2 or 4"))):
         with fails_with(InvalidValueError, "groups.0", "gpus_per_worker", *named):
-            make_mutual_recipe(tmp_path, models, sentences, "ray=true", f"groups.0.gpus_per_worker={gpus}")
+            groups_with(1, "ray=true", f"groups.0.gpus_per_worker={gpus}")
 
 
 # -- requests ------------------------------------------------------------------------------------------------------------
@@ -285,19 +273,11 @@ def test_requests_that_fit_are_not_refused() -> None:
             [node(4), node(2)],
             "workers=2 needs 2 x 3 CPUs|the cluster has 1 x 4 CPUs, 1 x 2 CPUs, which fit 1",
         ),
-        (
-            [workers(5, 1)],
-            [node(2)] * 2,
-            "needs 5 CPUs|(workers=5 of 1 CPU)|the cluster has 4|workers or cpus_per_worker",
-        ),
+        ([workers(5, 1)], [node(2)] * 2, "needs 5 CPUs|(workers=5 of 1 CPU)|has 4|workers or cpus_per_worker"),
         ([workers(3, 1, 0.5)], [node(9, 1)], "needs 1.5 GPUs|the cluster has 1;|workers or gpus_per_worker"),
         ([workers(2, 0.1, 0.75)], [node(9, 1), node(9, 0.5)], "2 x 0.1 CPUs and 0.75 GPUs|fit 1;"),
         ([workers(1, 1, 1)], [node(9), node(0, 1)], "the cluster has 1 x 9 CPUs, 1 x 1 GPU, which fit 0;"),
-        (
-            [workers(1, 4, 0, A), workers(1, 1, 0, A)],
-            [node(4, **A), node(9)],
-            "needs 5 CPUs|the nodes with role=a have 4;",
-        ),
+        ([workers(1, 4, 0, A), workers(1, 1, 0, A)], [node(4, **A), node(9)], "needs 5 CPUs|nodes with role=a have 4;"),
         ([workers(2, 2, 0, A), workers(3, 2)], [node(4, **A), node(5)], "needs 10 CPUs|the cluster has 9;"),
     ],
 )
@@ -314,22 +294,24 @@ def test_a_fraction_of_a_gpu_is_on_one_gpu() -> None:
     assert count_fitting([{"GPU": 3.0}], {"GPU": 2.0}) == 1
 
 
-def test_an_elastic_run_divides_the_batch_for_every_number_of_workers() -> None:
-    def training(*overrides: str) -> tuple[list[int], int]:
-        section = load_recipe("minilm-3layer", [f"training.{override}" for override in overrides]).training
-        return section.worker_counts, section.streams
-
-    assert training("workers=8", "batch_size=128", "min_workers=1") == ([1, 2, 4, 8], 8)
-    assert training("workers=6", "batch_size=96", "min_workers=2") == ([2, 3, 4, 6], 12)
-    assert training("workers=4", "min_workers=1", "dropout_rng_streams=4") == ([1, 2, 4], 4)
-    assert training("workers=4", "dropout_rng_streams=8") == ([4], 8)
-    assert training("workers=0") == ([0], 1)
-    with fails_with(InvalidValueError, "min_workers", "3", "2"):
-        training("workers=2", "min_workers=3")
-    with fails_with(InvalidValueError, "min_workers", "3", "batch_size"):
-        training("workers=4", "min_workers=3")
-    with fails_with(InvalidValueError, "dropout_rng_streams", "4", "8"):
-        training("workers=8", "min_workers=2", "dropout_rng_streams=4")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("workers=8 batch_size=128 min_workers=1", ([1, 2, 4, 8], 8)),
+        ("workers=6 batch_size=96 min_workers=2", ([2, 3, 4, 6], 12)),
+        ("workers=4 min_workers=1 dropout_rng_streams=4", ([1, 2, 4], 4)),
+        ("workers=4 dropout_rng_streams=8", ([4], 8)),
+        ("workers=0", ([0], 1)),
+        ("workers=4 min_workers=3", ("min_workers", "3", "batch_size")),
+        ("workers=8 min_workers=2 dropout_rng_streams=4", ("dropout_rng_streams", "4", "8")),
+    ],
+)
+def test_an_elastic_run_divides_the_batch_for_every_number_of_workers(settings: str, expected: tuple[Any, ...]) -> None:
+    """The numbers of workers and the dropout streams, or what an error names."""
+    refused = isinstance(expected[0], str)
+    with fails_with(InvalidValueError, *expected) if refused else nullcontext():
+        section = load_recipe("minilm-3layer", [f"training.{setting}" for setting in settings.split()]).training
+        assert (section.worker_counts, section.streams) == expected
 
 
 @pytest.mark.parametrize("first", range(3))

@@ -25,7 +25,7 @@ from distcse.planning.machines import GPUS, Machine, PlannedCluster, parse_clust
 from distcse.planning.sizes import Lengths, assumed_lengths, read_lengths, read_shape
 from distcse.planning.text import advice_of, memory_problems, worth_of
 from distcse.preflight.precision import decide_precisions
-from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
+from distcse.recipe import EncoderSection, Recipe, StudentSection
 from distcse.recipe import load_recipe as load_undecided
 from distcse.runs.distillation.processes import roles_on
 from tests.commands import command
@@ -38,6 +38,7 @@ main = command("plan")
 
 BASE = "google-bert/bert-base-uncased"
 RANKCSE = "rankcse-listmle-bert-base"
+MILLION = assumed_lengths(10**6, "of a test")
 CPU = Machine("a CPU", "cpu", {"fp32": 9.5e10}, 3.5e10, 8e9, 2e9)
 
 
@@ -48,23 +49,11 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     return decide_precisions(recipe, roles_on(recipe, [slow]), lambda event: None)
 
 
-def plan_of(
-    recipe: Recipe, machine: str = "A100-40G", nodes: int = 1, per_node: int = 8, rows: int = 10**6
-) -> StudentPlan:
-    cluster = PlannedCluster(f"{nodes}x{per_node}x{machine}", nodes, per_node, GPUS[machine])
-    key = recipe_yaml(recipe) + str(sorted(recipe.training.model_fields_set)) + cluster.spec + str(rows)
-    if key not in _PLANS:
-        _PLANS[key] = StudentPlan.of(recipe, _lengths(rows), cluster)
-    return _PLANS[key]
-
-
-_PLANS: dict[str, StudentPlan] = {}
-"""Shapes are read once: those of bert-large take a second."""
-
-
 @cache
-def _lengths(rows: int) -> Lengths:
-    return assumed_lengths(rows, "of a test")
+def plan_of(*overrides: str, machine: str = "A100-40G", nodes: int = 1, per_node: int = 8) -> StudentPlan:
+    """Plan RankCSE of BERT-base on a million sentences."""
+    cluster = PlannedCluster(f"{nodes}x{per_node}x{machine}", nodes, per_node, GPUS[machine])
+    return StudentPlan.of(load_recipe(RANKCSE, overrides), MILLION, cluster)
 
 
 # Shapes
@@ -91,11 +80,12 @@ def test_bert_base_has_the_sizes_of_its_paper() -> None:
 # Candidates
 
 
-@pytest.fixture
-def search_plan(tiny: Callable[..., Path], tiny_cross: Path) -> Callable[..., StudentPlan]:
-    """Plans 1,000 queries and 9,000 documents with an encoder and a cross-encoder as teachers, on a CPU."""
+def test_a_plan_counts_the_search_for_candidates_and_the_scores_of_pairs(
+    tiny: Callable[..., Path], tiny_cross: Path
+) -> None:
+    """Of 1,000 queries and 9,000 documents, with an encoder and a cross-encoder as teachers, on a CPU."""
 
-    def plan(*overrides: str) -> StudentPlan:
+    def search_plan(*overrides: str) -> StudentPlan:
         teachers = f"[{{backbone: '{tiny('bert')}'}}, {{backbone: '{tiny_cross}', max_length: 24}}]"
         recipe = load_recipe(
             "search",
@@ -105,16 +95,9 @@ def search_plan(tiny: Callable[..., Path], tiny_cross: Path) -> Callable[..., St
                 *("candidates={per_query: 20}", "objective.candidates={}", "training.epochs=1", *overrides),
             ],
         )
-        shares = {"query": 0.1, "document": 0.9}
-        lengths = Lengths(np.full(10, 20), 10_000, "a test", 80.0, shares)
+        lengths = Lengths(np.full(10, 20), 10_000, "a test", 80.0, {"query": 0.1, "document": 0.9})
         return StudentPlan.of(recipe, lengths, PlannedCluster("local", 1, 1, CPU))
 
-    return plan
-
-
-def test_a_plan_counts_the_search_for_candidates_and_the_scores_of_pairs(
-    search_plan: Callable[..., StudentPlan],
-) -> None:
     plan = search_plan()
     phases = {phase.name: phase for phase in plan.phases}
     assert [*phases][1:4] == ["teacher 0", "candidates", "teacher 1"]
@@ -182,28 +165,16 @@ def test_a_step_counts_both_views_discriminator_and_generator() -> None:
     head = 2 * 16 * 20 * generator.width * generator.vocabulary
     flops = plan.step.math * CPU.rate("fp32")
     assert flops == pytest.approx(2 * student.flops + edited.flops + head + 6 * 8 * 8 * 768, rel=1e-9)
-    without_dropout = plan_of(load_recipe(RANKCSE, ["student.dropout=0.0"]))
-    assert without_dropout.passes(8, 20)[0].texts == 8  # one pass computes both views
+    assert plan_of("student.dropout=0.0").passes(8, 20)[0].texts == 8  # one pass computes both views
 
 
 def test_gradcache_saves_activations_for_another_forward_pass() -> None:
-    plain, chunks = (
-        plan_of(load_recipe(RANKCSE, ["training.workers=1", *override]))
-        for override in ([], ["training.grad_cache_chunk=8"])
-    )
+    plain, chunks = plan_of("training.workers=1"), plan_of("training.workers=1", "training.grad_cache_chunk=8")
     assert 1.25 < chunks.step.math / plain.step.math < 1 + 15 / 16 / 3
     assert chunks.memory["activations"] < plain.memory["activations"] / 8
 
 
 # Recorded runs
-
-
-def recorded(machine: str, file: str, row: int, part: str, setting: str) -> dict[str, float]:
-    """Return the terms of a figure that the benchmarks recorded."""
-    figures = json.loads((ROOT / "benchmarks" / "results" / machine / file).read_text())["figures"]
-    (found,) = (f for f in figures if (f["row"], f["part"]) == (row, part) and f["setting"].startswith(setting))
-    terms: dict[str, float] = found["terms"]
-    return terms
 
 
 H100 = "nvidia-h100-80gb-hbm3", "gpu.json", 1, "bf16"
@@ -230,8 +201,11 @@ def test_steps_are_within_a_factor_of_two_of_recorded_ones(
     """
     recipe, is_gpu = load_recipe(RANKCSE, overrides), overrides[0] == ON_GPU[0]
     cluster = PlannedCluster("1xH100-80G", 1, 1, GPUS["H100-80G"]) if is_gpu else PlannedCluster("local", 1, 1, CPU)
-    plan = StudentPlan.of(recipe, _lengths(10**6), cluster)
-    measured = recorded(*figure)[term] / (1e3 if is_gpu else 1)
+    machine, file, row, part, setting = figure
+    figures = json.loads((ROOT / "benchmarks" / "results" / machine / file).read_text())["figures"]
+    (found,) = (f for f in figures if (f["row"], f["part"]) == (row, part) and f["setting"].startswith(setting))
+    measured = found["terms"][term] / (1e3 if is_gpu else 1)
+    plan = StudentPlan.of(recipe, MILLION, cluster)
     assert 0.5 < plan.step_seconds / measured < 2
 
 
@@ -340,29 +314,26 @@ def test_clusters_are_parsed_or_refused_with_what_to_write(spec: str, form: tupl
 
 
 def test_a_plan_that_does_not_fit_names_settings_that_make_it_fit() -> None:
-    overrides = ["training.batch_size=32768", "training.precision=bf16", "training.workers=1"]
-    plan = plan_of(load_recipe(RANKCSE, overrides), "L4-24G", per_node=1)
-    problem = memory_problems(plan)[0]
+    def problems(batch: str) -> list[str]:
+        overrides = f"training.batch_size={batch}", "training.precision=bf16", "training.workers=1"
+        return memory_problems(plan_of(*overrides, machine="L4-24G", per_node=1))
+
+    problem = problems("32768")[0]
     assert "L4-24G" in problem and "22.1 GiB" in problem
-    batch = next(word for word in problem.replace(",", " ").split() if word.startswith("training.batch_size="))
-    assert not memory_problems(plan_of(load_recipe(RANKCSE, [*overrides, batch]), "L4-24G", per_node=1))
-    double = f"training.batch_size={2 * int(batch.partition('=')[2])}"
-    assert memory_problems(plan_of(load_recipe(RANKCSE, [*overrides, double]), "L4-24G", per_node=1))
+    batch = problem.partition("training.batch_size=")[2].partition(" ")[0].rstrip(",")
+    assert not problems(batch) and problems(str(2 * int(batch)))
 
 
 def test_the_fastest_number_of_workers_that_divides_the_batch_is_planned() -> None:
-    free = plan_of(load_recipe(RANKCSE, ["training.precision=bf16"]), nodes=2)
-    asked = [
-        plan_of(load_recipe(RANKCSE, ["training.precision=bf16", f"training.workers={count}"]), nodes=2)
-        for count in (1, 2, 4, 8, 16)
-    ]
+    free = plan_of("training.precision=bf16", nodes=2)
+    asked = [plan_of("training.precision=bf16", f"training.workers={count}", nodes=2) for count in (1, 2, 4, 8, 16)]
     assert free.step_seconds == min(plan.step_seconds for plan in asked) < 0.9 * asked[-1].step_seconds
-    assert 100 % plan_of(load_recipe(RANKCSE, ["training.batch_size=100"]), per_node=16).workers == 0
+    assert 100 % plan_of("training.batch_size=100", per_node=16).workers == 0
 
 
 def test_live_teachers_can_be_the_bottleneck() -> None:
     live, more, table = (
-        plan_of(load_recipe(RANKCSE, ["training.precision=bf16", "training.workers=8", *overrides]))
+        plan_of("training.precision=bf16", "training.workers=8", *overrides)
         for overrides in (["teachers.mode=live"], ["teachers.mode=live", "teachers.num_servers=4"], [])
     )
     assert live.step.waiting > more.step.waiting and live.step.binding == "teachers' lists"
@@ -374,7 +345,7 @@ def test_live_teachers_can_be_the_bottleneck() -> None:
 
 
 def test_more_devices_are_faster_and_less_efficient_and_the_fewest_that_are_nearly_as_fast_are_worth_it() -> None:
-    plan = plan_of(load_recipe(RANKCSE, ["training.precision=bf16"]), nodes=8)
+    plan = plan_of("training.precision=bf16", nodes=8)
     rows = worth_of(plan, [], price=2.0)
     assert [row["devices"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
     one, *_, many = rows
@@ -391,9 +362,9 @@ def test_more_devices_are_faster_and_less_efficient_and_the_fewest_that_are_near
 
 
 def test_a_lost_node_costs_half_the_steps_between_two_checkpoints_and_a_restart() -> None:
-    often, seldom = (plan_of(load_recipe(RANKCSE, [f"evaluation.eval_steps={steps}"])) for steps in (100, 1000))
+    often, seldom = (plan_of(f"evaluation.eval_steps={steps}") for steps in (100, 1000))
     assert seldom.lost_node_seconds - often.lost_node_seconds == pytest.approx(450 * often.step_seconds)
-    rare = plan_of(load_recipe(RANKCSE, ["evaluation.eval_steps=1000000", "training.max_steps=200"]))
+    rare = plan_of("evaluation.eval_steps=1000000", "training.max_steps=200")
     assert rare.lost_node_seconds - often.lost_node_seconds == pytest.approx(50 * often.step_seconds)
 
 
@@ -404,34 +375,14 @@ def test_a_plan_is_printed_also_as_json_and_needs_no_text_or_labelled_sets_here(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     elsewhere = ["corpus.path=/nowhere/text.txt", "evaluation.data=/nowhere/sets", "corpus.exclude_evaluation=true"]
-    plan = [
-        RANKCSE,
-        *elsewhere,
-        "--cluster",
-        "8xA100-40G",
-        "--corpus-rows",
-        "1000000",
-        "--gpus",
-        "2",
-        "8",
-        "--price",
-        "3",
-    ]
+    options = "--cluster 8xA100-40G --corpus-rows 1000000 --gpus 2 8 --price 3"
+    plan = [RANKCSE, *elsewhere, *options.split()]
     assert main(plan) == 0
     printed = capsys.readouterr().out
-    assert (
-        printed.splitlines()[1].startswith("in short   ")
-        and "tables     teacher 0 1.54 GB, teacher 1 2.05 GB" in printed
-    )
+    assert printed.splitlines()[1].startswith("in short   ")
     for words in (
-        "within a factor of two",
-        "--measure",
-        "the data sheet",
-        "ZeRO 0",
-        "memory     ",
-        "worth it   ",
-        "within 10 % of the fastest",
-        "lost node  ",
+        *("tables     teacher 0 1.54 GB, teacher 1 2.05 GB", "within a factor of two", "--measure", "the data sheet"),
+        *("ZeRO 0", "memory     ", "worth it   ", "within 10 % of the fastest", "lost node  "),
     ):
         assert words in printed
     (sweep,) = (line.partition(" tune ")[2] for line in printed.splitlines() if line.startswith("the rest   8 trials"))
@@ -439,10 +390,9 @@ def test_a_plan_is_printed_also_as_json_and_needs_no_text_or_labelled_sets_here(
     capsys.readouterr()
     assert main([*plan, "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
-    assert [(row["devices"], row["cost"]) for row in described["scaling"]] == [
-        (count, pytest.approx(3 * count * seconds / 3600))
-        for count, seconds in zip((2, 8), (row["seconds"] for row in described["scaling"]), strict=True)
-    ]
+    assert [row["devices"] for row in described["scaling"]] == [2, 8]
+    for row in described["scaling"]:
+        assert row["cost"] == pytest.approx(3 * row["devices"] * row["seconds"] / 3600)
     assert described["seconds"] == described["scaling"][1]["seconds"]
     assert described["seconds"] == pytest.approx(sum(phase["seconds"] for phase in described["phases"]))
     assert described["memory"]["stage"] == 0 and described["memory"]["total"] > described["memory"]["weights"] > 0
@@ -508,14 +458,12 @@ def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFix
     cycle = sum(part["training"] + part["scoring"] for part in described["phases"])
     assert described["seconds"] == pytest.approx(start + 2 * cycle)  # one device is busy until the last group ends
     assert main([*arguments, "--cluster", "L4-24G", "ray=false", "--json"]) == 0
-    described = json.loads(capsys.readouterr().out)
-    assert described["idle"] == 0
+    assert json.loads(capsys.readouterr().out)["idle"] == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "named"),
     [
-        ([RANKCSE, "--cluster", "8xA100"], 2, "A100-40G, A100-80G"),
         (["rankcse-lismle-bert-base"], 2, "rankcse-listmle-bert-base"),
         ([RANKCSE, "--cluster", "8xL4-24G", "--measure"], 2, "--measure"),
         (["minilm-mutual", "--measure"], 2, "--measure is for a student's recipe"),

@@ -27,6 +27,7 @@ from tests.endpoints import Reply, open_endpoint
 from tests.hub import TOKEN, run_hub
 from tests.jobs import make_recipe
 from tests.models import change_json
+from tests.ports import free_port
 
 main = command("push")
 
@@ -103,12 +104,9 @@ def test_errors_have_a_code(
 @pytest.mark.parametrize(("status", "fix"), [(401, "HF_TOKEN"), (404, "HF_TOKEN"), (503, "later"), (None, "network")])
 def test_the_advice_fits_why_the_hub_fails(status: int | None, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with open_endpoint(lambda body, headers: Reply("{}", status or 200)) as url:
-        address = url.removesuffix("/v1")
-    with open_endpoint(lambda body, headers: Reply("{}", status or 200)) as url:
-        hub = HfApi(endpoint=address if status is None else url.removesuffix("/v1"))
-        with pytest.raises(Exception) as raised:  # of many types
-            hub.model_info("me/mine", timeout=5)
+    with open_endpoint(lambda body, headers: Reply("{}", status or 200)) as url, pytest.raises(Exception) as raised:
+        address = f"http://127.0.0.1:{free_port()}" if status is None else url.removesuffix("/v1")
+        HfApi(endpoint=address).model_info("me/mine", timeout=5)  # raises errors of many types
     found = fix_of_hub_error(raised.value, "write a folder")
     assert fix in found and ("write a folder" in found) == (status is None)
 

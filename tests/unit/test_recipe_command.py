@@ -75,14 +75,15 @@ def test_the_committed_page_is_what_the_types_say(capsys: pytest.CaptureFixture[
     assert (ROOT / page).read_text(encoding="utf-8") == capsys.readouterr().out, f"run: {command} > {page}"
 
 
-def test_every_section_and_key_is_described() -> None:
+def test_every_key_is_described_on_the_page() -> None:
     page = reference()
-    for document in (Recipe, MutualRecipe, Sweep):
-        for path, section in sections_of(document):
-            assert section.__doc__, path
-            silent = [name for name, field in section.model_fields.items() if not field.description]
-            assert not silent, f"{path}: {silent}"
-            assert not [name for name in section.model_fields if f"`{name}`" not in page]
+    keys = {
+        f"{path}.{name}": (name, field.description)
+        for document in (Recipe, MutualRecipe, Sweep)
+        for path, section in sections_of(document)
+        for name, field in section.model_fields.items()
+    }
+    assert not [path for path, (name, text) in keys.items() if not text or f"`{name}`" not in page]
 
 
 # Schemas

@@ -72,23 +72,28 @@ def test_pbt_keeps_a_choice_among_its_values(recipe_with: Callable[..., Recipe],
     assert seen == {2e-5, 3e-5, 5e-5}
 
 
-def test_a_final_run_that_fails_after_its_last_score_is_not_finished(tmp_path: Path) -> None:
-    scored = [TrialMetric(10, 100.0, 80.0, 1.0)]
-    for keep_models, status, expected in (
+def listener_of(trials: Path, reporter: Reporter | None = None, **settings: Any) -> TrialListener:
+    recipe = load_recipe("minilm-3layer", ["evaluation.data=data"])
+    return TrialListener(TrialContext(recipe, open_store(trials), **settings), reporter or Reporter(), ONE)
+
+
+@pytest.mark.parametrize(
+    ("keep_models", "status", "expected"),
+    [
         (True, "failed", "failed"),
         (True, "stopped", "stopped"),
         (False, "failed", "failed"),
         (False, "stopped", "finished"),
-    ):
-        folder = tmp_path / f"{keep_models}-{status}"
-        (folder / "one").mkdir(parents=True)
-        Trial("one", {}, metrics=scored).write(open_store(folder / "one"))
-        context = TrialContext(
-            load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(folder), keep_models=keep_models
-        )
-        TrialListener(context, Reporter(), ONE).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
-        (record,) = read_trials(open_store(folder))
-        assert record.status == expected
+    ],
+)
+def test_a_final_run_that_fails_after_its_last_score_is_not_finished(
+    keep_models: bool, status: Any, expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "one").mkdir()
+    Trial("one", {}, metrics=[TrialMetric(10, 100.0, 80.0, 1.0)]).write(open_store(tmp_path / "one"))
+    listener_of(tmp_path, keep_models=keep_models).note_end("one", status, "No space left on device")
+    (record,) = read_trials(open_store(tmp_path))
+    assert record.status == expected
 
 
 @pytest.mark.parametrize(
@@ -99,16 +104,11 @@ def test_a_trial_that_storage_ends_is_not_failed_for_good_and_ends_the_sweep(
 ) -> None:
     (folder := tmp_path / "one").mkdir()
     Trial("one", {}).write(open_store(folder))
-    (tmp_path / "error.pkl").write_bytes(ray.cloudpickle.dumps(RayTaskError("trial", "traceback", error)))
-    (tmp_path / "error.txt").write_text(str(error))
-    trial = SimpleNamespace(
-        trial_id="one",
-        status="ERROR",
-        error_file=str(tmp_path / "error.txt"),
-        pickled_error_file=str(tmp_path / "error.pkl"),
-    )
-    context = TrialContext(load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(tmp_path))
-    listener = TrialListener(context, Reporter(), ONE)
+    text, pickled = tmp_path / "error.txt", tmp_path / "error.pkl"
+    text.write_text(str(error))
+    pickled.write_bytes(ray.cloudpickle.dumps(RayTaskError("trial", "traceback", error)))
+    trial = SimpleNamespace(trial_id="one", status="ERROR", error_file=str(text), pickled_error_file=str(pickled))
+    listener = listener_of(tmp_path)
     listener.on_trial_error(1, [trial], trial)
     (record,) = read_trials(open_store(tmp_path))
     assert record.status == status
@@ -121,8 +121,7 @@ def test_a_sweep_without_a_running_trial_says_what_it_waits_for(
 ) -> None:
     monkeypatch.setattr(tune, "WaitWarning", partial(WaitWarning, after_s=-1.0))
     events: list[Event] = []
-    context = TrialContext(load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(tmp_path))
-    listener = TrialListener(context, Reporter(events.append), ONE)
+    listener = listener_of(tmp_path, Reporter(events.append))
     running, waiting, ended = (SimpleNamespace(status=status) for status in ("RUNNING", "PENDING", "TERMINATED"))
     for trials, number in (([running, waiting], 0), ([ended], 0), ([waiting, ended], 1), ([waiting], 1)):
         listener.on_step_end(1, trials)
@@ -145,7 +144,7 @@ def sweep(**search: Any) -> Sweep:
     return Sweep(name="s", parameters={"training.lr": {"values": [1e-3, 1e-4]}}, search=search)
 
 
-LIVE, PARTS = "teachers.mode=live", "training.gpus_per_worker"
+LIVE, CORES, PARTS = "teachers.mode=live", "training.cpus_per_worker", "training.gpus_per_worker"
 CPUS, GPUS = {"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}
 
 
@@ -156,14 +155,9 @@ CPUS, GPUS = {"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}
         ([], 2, [{"CPU": 4.0}], TrialResources(2, 2.0, 0.0, 1)),
         # Six CPUs would be enough for three trials of two, but no trial spans two nodes of three.
         ([], 3, [{"CPU": 3.0}] * 2, TrialResources(3, 1.0, 0.0, 1)),
-        (["training.cpus_per_worker=2"], None, [{"CPU": 3.0}] * 2, TrialResources(2, 2.0, 0.0, 1)),
-        (
-            ["training.workers=2", "training.cpus_per_worker=1"],
-            None,
-            [{"CPU": 3.0}] * 2,
-            TrialResources(2, 1.0, 0.0, 2),
-        ),
-        (["training.cpus_per_worker=0.1"], None, [{"CPU": 1.0}], TrialResources(10, 0.1, 0.0, 1)),
+        ([f"{CORES}=2"], None, [{"CPU": 3.0}] * 2, TrialResources(2, 2.0, 0.0, 1)),
+        (["training.workers=2", f"{CORES}=1"], None, [{"CPU": 3.0}] * 2, TrialResources(2, 1.0, 0.0, 2)),
+        ([f"{CORES}=0.1"], None, [{"CPU": 1.0}], TrialResources(10, 0.1, 0.0, 1)),
         ([], None, [CPUS, GPUS], TrialResources(2, 4.0, 1.0, 1)),
         ([f"{PARTS}=0.5"], None, [{"CPU": 8.0, "GPU": 1.0}], TrialResources(2, 4.0, 0.5, 1)),
         ([f"{PARTS}=0.25"], 4, [{"CPU": 8.0, "GPU": 1.0}], TrialResources(4, 2.0, 0.25, 1)),

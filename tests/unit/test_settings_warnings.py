@@ -44,19 +44,21 @@ from distcse.runs.distillation.experiment import Distillation, DistillationTrial
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.experiment import experiment_of
 from distcse.runs.mutual.experiment import MutualDistillation
-from distcse.storage import open_store, resolve_path
+from distcse.storage import open_store
 from distcse.teachers.table import SAMPLE, EmbeddingTable, TableIdentity, VectorStatistics, table_statistics
 from distcse.text import Corpus
 from distcse.tuning.space import Space
 from distcse.tuning.sweep import begin, reopen
 from tests.commands import command
 from tests.failures import fails_with
-from tests.jobs import make_recipe
+from tests.jobs import embed_tables, make_recipe
 from tests.models import change_json
 from tests.pairs import make_mutual_recipe
 
 doctor = command("doctor")
 plan = command("plan")
+
+MakeRecipe = Callable[..., Recipe]
 
 SHORT = ("training.max_steps=2", "evaluation.eval_steps=2", "evaluation.final_suites=[]")
 
@@ -73,51 +75,33 @@ def reported(code: str, work: Callable[[Reporter], object]) -> list[str]:
     return [text for text in texts if text.startswith(f"[DCSE-{code}")]
 
 
-@pytest.fixture
-def recipe(tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]) -> Recipe:
-    """Return a recipe to which all warnings from before the training apply, once its teachers have embedded the corpus."""
-    folder = tmp_path / "session_2026-11-26_06-49-30_123456_7890"
-    folder.mkdir()
-    student, prompted = tmp_path / "student", tmp_path / "prompted"
-    shutil.copytree(tiny("bert", dropout=0.0), student)
-    shutil.copytree(tiny("bert"), prompted)
-    change_json(prompted / "config_sentence_transformers.json", prompts={"query": "query: ", "passage": "passage: "})
-    return make_recipe(
-        folder, student, [prompted, tiny("minilm")], sentences, *SHORT, "student.max_length=4", "corpus.split=test"
-    )
-
-
-def narrow(table: EmbeddingTable) -> None:
-    """Move a table's vectors close together."""
-    for shard in range(table.identity.shards):
-        rows = np.asarray(table.shard_range(shard))
-        vectors = table.vectors(rows)
-        table.write_shard(shard, vectors * 0.1 + np.eye(vectors.shape[1], dtype=np.float32)[0])
-
-
 @pytest.mark.slow
 def test_a_dry_run_reports_the_warnings_of_a_run_and_plan_and_doctor_those_without_text(
-    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Callable[..., Path], sentences: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """All warnings from before the training apply, once the teachers have embedded the corpus."""
+
     def lines(work: Callable[[Reporter], object]) -> list[str]:
         return [line for line in reported("W", work) if "DCSE-W11" not in line]  # of two steps' curve
 
+    (folder := tmp_path / "session_2026-11-26_06-49-30_123456_7890").mkdir()
+    student = shutil.copytree(tiny("bert", dropout=0.0), tmp_path / "student")
+    prompted = shutil.copytree(tiny("bert"), tmp_path / "prompted")
+    change_json(prompted / "config_sentence_transformers.json", prompts={"query": "query: ", "passage": "passage: "})
+    overrides = (*SHORT, "student.max_length=4", "corpus.split=test")
+    recipe = make_recipe(folder, student, [prompted, tiny("minilm")], sentences, *overrides)
     backend, experiment = LocalBackend(), Distillation(recipe)
     first = lines(lambda reporter: experiment.run(backend, reporter))
     assert [line[6:9] for line in first] == ["W03", "W03", "W09", "W01", "W04", "W05", "W06"]
-    (directory,) = (
-        folder
-        for folder in (resolve_path(recipe.storage.cache) / "tables").iterdir()
-        if json.loads((folder / "table.json").read_text())["pooling"] == "mean"
-        and np.load(folder / "shard-00000.npy").shape[1] == 48
-    )
-    table = EmbeddingTable(open_store(directory), TableIdentity(**json.loads((directory / "table.json").read_text())))
-    narrow(table)
-    (directory / "statistics.json").unlink()
+    _, table = embed_tables(recipe)
+    for shard in range(table.identity.shards):  # the vectors move close together
+        vectors = table.vectors(np.asarray(table.shard_range(shard)))
+        table.write_shard(shard, vectors * 0.1 + np.eye(vectors.shape[1], dtype=np.float32)[0])
+    (statistics := table.directory / "statistics.json").unlink()
     dry = lines(lambda reporter: experiment.check(backend, reporter))
-    assert not (directory / "statistics.json").exists()
+    assert not statistics.exists()
     run = lines(lambda reporter: experiment.run(backend, reporter))
-    assert (directory / "statistics.json").exists()
+    assert statistics.exists()
     assert dry == run and [line[1:9] for line in run] == [*(line[1:9] for line in first), "DCSE-W02"]
     file = tmp_path / "all.yaml"
     file.write_text(recipe_yaml(recipe))
@@ -168,16 +152,11 @@ GENERATOR = ("objective.rank=null", "student.dropout=0.1", "objective.detection.
     ],
 )
 def test_missing_dropout_is_warned_of_where_a_loss_relies_on_it(
-    dropout: float,
-    overrides: tuple[str, ...],
-    named: str,
-    tiny: Callable[..., Path],
-    tmp_path: Path,
-    sentences: list[str],
+    dropout: float, overrides: tuple[str, ...], named: str, tiny: Callable[..., Path], recipe_with: MakeRecipe
 ) -> None:
     model = tiny("bert", dropout=dropout)
     given = [override.format(model=model) for override in overrides]
-    found = model_warnings(make_recipe(tmp_path, model, [tiny("minilm")], sentences, *given))
+    found = model_warnings(recipe_with(f"student.backbone={model}", *given))
     assert codes(found) == ["DCSE-W01"] * bool(named)
     key = "generator_dropout" if "generator" in named else "student.dropout"
     assert all(named in warning.problem and key in warning.fix for warning in found)
@@ -185,10 +164,10 @@ def test_missing_dropout_is_warned_of_where_a_loss_relies_on_it(
 
 @pytest.mark.parametrize("key", ["student", "teachers.encoders.0"])
 def test_a_model_without_the_prompt_that_its_folder_names_is_warned_of(
-    key: str, tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+    key: str, tiny: Callable[..., Path], tmp_path: Path, recipe_with: MakeRecipe
 ) -> None:
     folder = shutil.copytree(tiny("bert"), tmp_path / "model")
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, f"{key}.backbone={folder}")
+    recipe = recipe_with(f"{key}.backbone={folder}")
     both = {"query": "query: ", "passage": "passage: "}
     cases: list[tuple[dict[str, object], str, bool]] = [
         ({"prompts": both, "default_prompt_name": None}, "", True),
@@ -211,16 +190,14 @@ def test_a_model_without_the_prompt_that_its_folder_names_is_warned_of(
 def test_an_evaluation_without_the_prompt_that_a_folder_names_is_warned_of(
     tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
 ) -> None:
-    theirs = shutil.copytree(tiny("bert"), tmp_path / "theirs")
-    change_json(
-        theirs / "config_sentence_transformers.json", prompts={"query": "query: ", "document": "", "passage": "p: "}
-    )
+    theirs, texts = shutil.copytree(tiny("bert"), tmp_path / "theirs"), tmp_path / "texts.txt"
+    prompts = {"query": "query: ", "document": "", "passage": "p: "}
+    change_json(theirs / "config_sentence_transformers.json", prompts=prompts)
     Encoder.load(theirs, pooling="mean").save(tmp_path / "ours")  # which reads texts as it was trained
-    (tmp_path / "texts.txt").write_text("\n".join(sentences[:20]))
+    texts.write_text("\n".join(sentences[:20]))
 
     def warned(prompt: str) -> list[str]:
         models, options = [str(theirs), str(tmp_path / "ours")], LoadOptions(pooling="mean", prompt=prompt)
-        texts = tmp_path / "texts.txt"
         return reported(
             "W04", lambda r: evaluate(models, texts=texts, load_options=options, dry_run=True, listen=r.emit)
         )
@@ -259,18 +236,14 @@ def test_groups_of_a_mutual_distillation_are_warned_of(
         ),
     ],
 )
-def test_a_setting_that_nothing_reads_is_warned_of(
-    override: str, warning: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, override)
-    found = [
-        about.problem for about in experiment_of(recipe).settings_warnings(only_local=True) if about.code == "DCSE-W09"
-    ]
-    assert len(found) == 1 and found[0].startswith(warning.replace("*", "is set and has no effect:"))
+def test_a_setting_that_nothing_reads_is_warned_of(override: str, warning: str, recipe_with: MakeRecipe) -> None:
+    found = experiment_of(recipe_with(override)).settings_warnings(only_local=True)
+    (problem,) = (about.problem for about in found if about.code == "DCSE-W09")
+    assert problem.startswith(warning.replace("*", "is set and has no effect:"))
 
 
 def test_a_cross_encoder_reads_no_pooling_and_packaged_recipes_have_no_setting_that_nothing_reads(
-    recipe_with: Callable[..., Recipe], tiny_cross: Path
+    recipe_with: MakeRecipe, tiny_cross: Path
 ) -> None:
     recipe = recipe_with(f"teachers.encoders.1.backbone={tiny_cross}")
     assert "teachers.encoders.1.pooling" in experiment_of(recipe).unread_keys()
@@ -279,7 +252,7 @@ def test_a_cross_encoder_reads_no_pooling_and_packaged_recipes_have_no_setting_t
         assert settings_without_effect(recipe, unread_keys(recipe)) == [], name
 
 
-def test_a_space_does_not_search_what_nothing_reads(recipe_with: Callable[..., Recipe]) -> None:
+def test_a_space_does_not_search_what_nothing_reads(recipe_with: MakeRecipe) -> None:
     """A space of ListNet on a recipe of ListMLE would run equal trials; a space that also searches the form would not."""
     list_mle = recipe_with("objective.rank={form: list_mle}")
     tau3 = {"objective.rank.tau3": {"uniform": [0.01, 0.1]}}
@@ -290,9 +263,7 @@ def test_a_space_does_not_search_what_nothing_reads(recipe_with: Callable[..., R
         Space(Sweep.model_validate({"parameters": tau3}), list_mle)
 
 
-def test_storage_in_the_folder_of_a_ray_session_is_warned_of(
-    recipe_with: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_storage_in_the_folder_of_a_ray_session_is_warned_of(recipe_with: MakeRecipe, tmp_path: Path) -> None:
     session = tmp_path / "ray" / "session_2026-11-26_06-49-30_123456_7890"
     (session / "logs").mkdir(parents=True)
     (tmp_path / "session_latest").symlink_to(session)
@@ -339,15 +310,10 @@ def test_statistics_are_measured_on_a_sample_and_kept(tmp_path: Path) -> None:
     ],
 )
 def test_a_teacher_with_a_narrow_band_is_named_with_what_it_weighs(
-    spreads: tuple[float, ...],
-    alphas: tuple[float, ...],
-    named: dict[int, str],
-    tiny: Callable[..., Path],
-    tmp_path: Path,
-    sentences: list[str],
+    spreads: tuple[float, ...], alphas: tuple[float, ...], named: dict[int, str], recipe_with: MakeRecipe
 ) -> None:
-    weights = [f"teachers.encoders.{number}.alpha={alpha}" for number, alpha in enumerate(alphas)]
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert") for _ in spreads], sentences, *weights)
+    teachers = ", ".join(f"{{backbone: name, pooling: cls, alpha: {alpha}}}" for alpha in alphas)
+    recipe = recipe_with(f"teachers.encoders=[{teachers}]")
     statistics = {number: VectorStatistics(0.5, spread, 100) for number, spread in enumerate(spreads)}
     found = warn_of_narrow_bands(recipe, statistics)
     assert len(found) == len(named)
@@ -356,7 +322,7 @@ def test_a_teacher_with_a_narrow_band_is_named_with_what_it_weighs(
         assert f"teachers.encoders.{number}.alpha" in warning.fix
 
 
-def test_the_extent_counts_steps_and_rows_that_are_cut(recipe_with: Callable[..., Recipe]) -> None:
+def test_the_extent_counts_steps_and_rows_that_are_cut(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.epochs=2.5", "student.max_length=9")
     corpus = Corpus.prepare(recipe.corpus, open_store(recipe.storage.cache))
     (note, _), tokenizer = extent_of(recipe, corpus), TokenizerSpec.of(recipe.student).tokenizer
@@ -406,7 +372,7 @@ def test_a_file_of_yours_gives_values_and_the_packaged_recipe_that_it_extends_do
     assert recipe.given_keys == student.given_keys == {("evaluation", "num_heldout")}
 
 
-def test_a_run_keeps_the_values_that_it_lowered(recipe_with: Callable[..., Recipe]) -> None:
+def test_a_run_keeps_the_values_that_it_lowered(recipe_with: MakeRecipe) -> None:
     """Also one that was stopped before its text was read; the run reports its extent, and warnings of its curve."""
     evaluation = ("evaluation.final_suites=[]", "evaluation.eval_steps=4")
     recipe = recipe_with("corpus.limit=40", "training.lr=0.1", *evaluation).with_given_keys([])
@@ -427,9 +393,7 @@ def test_a_run_keeps_the_values_that_it_lowered(recipe_with: Callable[..., Recip
     assert [text for text in texts if "[DCSE-W07]" in text or "[DCSE-W11]" in text] == curve != []
 
 
-def test_a_sweep_lowers_the_defaults_once_and_a_resumed_one_keeps_them(
-    recipe_with: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_a_sweep_lowers_the_defaults_once_and_a_resumed_one_keeps_them(recipe_with: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text("parameters:\n  training.lr: {values: [1e-4, 1e-3]}\n")
     given = {("evaluation", "num_heldout")}
     recipe = recipe_with("corpus.limit=40", "evaluation.num_heldout=8").with_given_keys(given)
@@ -447,6 +411,10 @@ RISING = [(0, 40.0), (50, 84.0), (100, 87.0), (150, 88.6), (152, 88.6)]
 START = (0, 46.64)
 
 
+def curve(scores: list[tuple[int, float]], **training: Any) -> tuple[list[tuple[int, float]], int, TrainingSection]:
+    return scores, 152, TrainingSection(**training)
+
+
 @pytest.mark.parametrize(
     ("warn", "arguments", "code", "words"),
     [
@@ -456,27 +424,17 @@ START = (0, 46.64)
         (warn_of_few_steps, (100, 22, 12), "", ""),
         (warn_of_cut_rows, (0.62, 32), "W06", "62% of the rows … student.max_length"),
         (warn_of_cut_rows, (0.37, 32), "", "as many as in runs that were measured"),
-        (
-            warn_of_curve,
-            (RISING, 152, TrainingSection(epochs=1.5)),
-            "W07",
-            "1.60 from step 100 to 152 … training.epochs=3",
-        ),
-        (warn_of_curve, (RISING, 152, TrainingSection(max_steps=152)), "W07", "training.max_steps=304"),
-        (warn_of_curve, ([*RISING[:3], (152, 87.2)], 152, TrainingSection()), "", "within the noise between seeds"),
-        (warn_of_curve, ([*RISING[:2], (100, 89.0), (152, 88.6)], 152, TrainingSection()), "", "falls"),
-        (
-            warn_of_curve,
-            ([*RISING[:3], (110, 89.0), (114, 87.0), (152, 88.6)], 152, TrainingSection()),
-            "",
-            "was higher",
-        ),
-        (warn_of_curve, ([(0, 40.0), (152, 88.6)], 152, TrainingSection()), "", "nothing to compare the end with"),
-        (warn_of_curve, ([], 152, TrainingSection()), "", ""),
-        (warn_of_curve, ([START, (5, 0.45), (25, -1.09)], 152, TrainingSection(lr=0.06)), "W11", "46.64 … .lr (0.02)"),
-        (warn_of_curve, ([START, (5, 46.64)], 152, TrainingSection()), "W11", "46.64"),  # the start wins a tie
-        (warn_of_curve, ([START, (5, 47.0), (25, -1.09)], 152, TrainingSection()), "", "has gained"),
-        (warn_of_curve, ([START], 152, TrainingSection()), "", "has not been trained"),
+        (warn_of_curve, curve(RISING, epochs=1.5), "W07", "1.60 from step 100 to 152 … training.epochs=3"),
+        (warn_of_curve, curve(RISING, max_steps=152), "W07", "training.max_steps=304"),
+        (warn_of_curve, curve([*RISING[:3], (152, 87.2)]), "", "within the noise between seeds"),
+        (warn_of_curve, curve([*RISING[:2], (100, 89.0), (152, 88.6)]), "", "falls"),
+        (warn_of_curve, curve([*RISING[:3], (110, 89.0), (114, 87.0), (152, 88.6)]), "", "was higher"),
+        (warn_of_curve, curve([(0, 40.0), (152, 88.6)]), "", "nothing to compare the end with"),
+        (warn_of_curve, curve([]), "", ""),
+        (warn_of_curve, curve([START, (5, 0.45), (25, -1.09)], lr=0.06), "W11", "46.64 … .lr (0.02)"),
+        (warn_of_curve, curve([START, (5, 46.64)]), "W11", "46.64"),  # the start wins a tie
+        (warn_of_curve, curve([START, (5, 47.0), (25, -1.09)]), "", "has gained"),
+        (warn_of_curve, curve([START]), "", "has not been trained"),
     ],
 )
 def test_few_steps_cut_rows_and_curves_are_warned_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from distcse.tuning.sweep import check
 from tests.commands import command
 from tests.failures import fails_with
 from tests.jobs import make_recipe
+from tests.sweeps import TAU2, make_sweep
 
 main = command("tune")
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -48,12 +50,6 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> R
     return make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta"), tiny("bert")], sentences)
 
 
-def sweep_of(folder: Path, parameters: dict[str, Any], **sections: Any) -> Sweep:
-    file = folder / "space.yaml"
-    file.write_text(yaml.safe_dump({"parameters": parameters, **sections}, sort_keys=False))
-    return read_sweep(str(file))
-
-
 def test_a_grid_has_every_combination_and_computes_expressions(recipe: Recipe, tmp_path: Path) -> None:
     overrides = {
         "objective.rank.tau3": {"expression": "tau2 / 2"},
@@ -61,7 +57,7 @@ def test_a_grid_has_every_combination_and_computes_expressions(recipe: Recipe, t
         "objective.tau1": {"expression": "objective.rank.tau2 + gamma * 0 + tau3"},
         "objective.rank.gamma": {"values": [1, 2.5, 3]},
     }
-    space = Space(sweep_of(tmp_path, overrides, search={"algorithm": "grid"}), recipe)
+    space = Space(make_sweep(tmp_path, overrides, search={"algorithm": "grid"}), recipe)
     values = [space.values(sample) for sample in space.grid()]
     assert len(values) == 6 and list(values[0]) == list(overrides)
     for found in values:
@@ -89,7 +85,7 @@ def test_weights_lie_on_their_simplex(uniform: list[float]) -> None:
 
 
 def test_simplex_weights_are_uniform(recipe: Recipe, tmp_path: Path) -> None:
-    sweep = sweep_of(tmp_path, {"teachers.encoders.*.alpha": {"simplex": True}}, search={"algorithm": "random"})
+    sweep = make_sweep(tmp_path, {"teachers.encoders.*.alpha": {"simplex": True}}, search={"algorithm": "random"})
     space = Space(sweep, recipe)
     first = sorted(space.values(sample)["teachers.encoders.0.alpha"] for sample in space.draw(600, seed=3))
     for share in (0.1, 0.5, 0.9):  # of three, each weight is Beta(1, 2): P(w < x) = 1 - (1 - x)²
@@ -103,7 +99,7 @@ def test_random_samples_depend_on_the_seed_and_respect_their_bounds(recipe: Reci
         "training.batch_size": {"integers": [8, 16]},
         "student.layers": {"values": [[0, 2], [1, 3], [0, 1, 2]]},
     }
-    space = Space(sweep_of(tmp_path, overrides), recipe)
+    space = Space(make_sweep(tmp_path, overrides), recipe)
     draws = space.draw(40, seed=1)
     assert draws == space.draw(40, seed=1) != space.draw(40, seed=2)
     values = [space.values(draw) for draw in draws]
@@ -113,80 +109,69 @@ def test_random_samples_depend_on_the_seed_and_respect_their_bounds(recipe: Reci
     assert {tuple(v["student.layers"]) for v in values} == {(0, 2), (1, 3), (0, 1, 2)}
 
 
-TAU2, TAU3 = "objective.rank.tau2", "objective.rank.tau3"
+TAU3 = "objective.rank.tau3"
 ALLOWED = "teachers.encoders.N.alpha"
 """In the list of what may be searched."""
-INVALID: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    ({"objective.detection.weight": {"values": [1]}}, {}, ["objective.detection"]),
-    ({TAU2: {"uniform": [0.05, 50]}}, {}, [TAU2, "50.0"]),
-    ({TAU2: {"uniform": [0.5, 0.05]}}, {}, [TAU2, "[0.5, 0.05]"]),
-    ({TAU2: {"log_uniform": [0, 0.05]}}, {}, [TAU2, "log_uniform"]),
-    ({TAU2: {"values": [0.1], "uniform": [0, 1]}}, {}, [TAU2, "values and uniform"]),
-    ({TAU2: {}}, {}, [TAU2]),
-    ({TAU2: {"simplex": True}}, {}, [TAU2, "simplex"]),
-    ({TAU2: {"uniform": [0.1, 1]}}, {"search": {"algorithm": "grid"}}, [TAU2, "grid"]),
-    ({TAU2: {"uniform": [0.1, 1]}}, {"search": {"algorithm": "tpr"}}, ["search.algorithm", "'tpe'"]),
-    ({TAU2: {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, ["pbt"]),
-    ({TAU2: {"values": [0.1]}}, {"final_runs": {"seeds": [1, 1]}}, ["seeds"]),
-    ({}, {}, ["parameters"]),
-]
-UNKNOWN: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    ({"objective.rank.tau9": {"values": [1]}}, {}, ["objective.rank.tau9", "'tau3'"]),
-    ({TAU2: {"unifrom": [0.05, 50]}}, {}, ["unifrom", "'uniform'"]),
-]
-_PBT = {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}}
-NOT_SEARCHABLE: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    ({TAU3: {"expression": "tau7 / 2"}}, {}, [TAU3, "tau7 / 2"]),
-    ({TAU3: {"expression": "tau2 //"}, TAU2: {"values": [1]}}, {}, [TAU3, "tau2 //"]),
-    ({TAU3: {"expression": "1 / 0"}}, {}, [TAU3, "1 / 0"]),
-    ({"evaluation.eval_steps": {"values": [1]}}, {}, ["evaluation.eval_steps", ALLOWED]),
-    ({"corpus.limit": {"values": [10]}}, {}, ["corpus.limit", ALLOWED]),
-    ({"seed": {"values": [10]}}, {}, ["seed", ALLOWED]),
-    ({"teachers.encoders.0.backbone": {"values": ["x"]}}, {}, ["0.backbone", ALLOWED]),
-    ({"training.workers": {"values": [1]}}, {}, ["training.workers"]),
-    ({"student.layers": {"values": [[0, 2]]}}, _PBT, ["student.layers", "pbt"]),
-    ({"student.*.layers": {"simplex": True}}, {}, ["student.*.layers"]),
-    ({"training.precision": {"values": ["auto", "bf16"]}}, {}, ["parameters.training.precision"]),
-    ({"teachers.encoders.*.alpha": {"simplex": True}}, {}, ["teachers.encoders.0.alpha", "evaluation.dev=agreement"]),
-]
-REFUSED = [
-    (error, *case)
-    for error, cases in ((InvalidValueError, INVALID), (UnknownKeyError, UNKNOWN), (SearchSpaceError, NOT_SEARCHABLE))
-    for case in cases
-]
+GRID = {"search": {"algorithm": "grid"}}
+PBT = {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}}
+REFUSED: dict[type[RecipeError], list[tuple[dict[str, Any], dict[str, Any], list[str]]]] = {
+    InvalidValueError: [
+        ({"objective.detection.weight": {"values": [1]}}, {}, ["objective.detection"]),
+        ({TAU2: {"uniform": [0.05, 50]}}, {}, [TAU2, "50.0"]),
+        ({TAU2: {"uniform": [0.5, 0.05]}}, {}, [TAU2, "[0.5, 0.05]"]),
+        ({TAU2: {"log_uniform": [0, 0.05]}}, {}, [TAU2, "log_uniform"]),
+        ({TAU2: {"values": [0.1], "uniform": [0, 1]}}, {}, [TAU2, "values and uniform"]),
+        ({TAU2: {}}, {}, [TAU2]),
+        ({TAU2: {"simplex": True}}, {}, [TAU2, "simplex"]),
+        ({TAU2: {"uniform": [0.1, 1]}}, GRID, [TAU2, "grid"]),
+        ({TAU2: {"uniform": [0.1, 1]}}, {"search": {"algorithm": "tpr"}}, ["search.algorithm", "'tpe'"]),
+        ({TAU2: {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, ["pbt"]),
+        ({TAU2: {"values": [0.1]}}, {"final_runs": {"seeds": [1, 1]}}, ["seeds"]),
+        ({}, {}, ["parameters"]),
+    ],
+    UnknownKeyError: [
+        ({"objective.rank.tau9": {"values": [1]}}, {}, ["objective.rank.tau9", "'tau3'"]),
+        ({TAU2: {"unifrom": [0.05, 50]}}, {}, ["unifrom", "'uniform'"]),
+    ],
+    SearchSpaceError: [
+        ({TAU3: {"expression": "tau7 / 2"}}, {}, [TAU3, "tau7 / 2"]),
+        ({TAU3: {"expression": "tau2 //"}, TAU2: {"values": [1]}}, {}, [TAU3, "tau2 //"]),
+        ({TAU3: {"expression": "1 / 0"}}, {}, [TAU3, "1 / 0"]),
+        ({"evaluation.eval_steps": {"values": [1]}}, {}, ["evaluation.eval_steps", ALLOWED]),
+        ({"corpus.limit": {"values": [10]}}, {}, ["corpus.limit", ALLOWED]),
+        ({"seed": {"values": [10]}}, {}, ["seed", ALLOWED]),
+        ({"teachers.encoders.0.backbone": {"values": ["x"]}}, {}, ["0.backbone", ALLOWED]),
+        ({"training.workers": {"values": [1]}}, {}, ["training.workers"]),
+        ({"student.layers": {"values": [[0, 2]]}}, PBT, ["student.layers", "pbt"]),
+        ({"student.*.layers": {"simplex": True}}, {}, ["student.*.layers"]),
+        ({"training.precision": {"values": ["auto", "bf16"]}}, {}, ["parameters.training.precision"]),
+        (
+            {"teachers.encoders.*.alpha": {"simplex": True}},
+            {},
+            ["teachers.encoders.0.alpha", "evaluation.dev=agreement"],
+        ),
+    ],
+}
 
 
-@pytest.mark.parametrize(("error", "parameters", "sections", "named"), REFUSED)
+@pytest.mark.parametrize(("error", "case"), [(error, case) for error, cases in REFUSED.items() for case in cases])
 def test_spaces_that_are_refused(
-    recipe: Recipe,
-    tmp_path: Path,
-    error: type[RecipeError],
-    parameters: dict[str, Any],
-    sections: dict[str, Any],
-    named: list[str],
+    recipe: Recipe, tmp_path: Path, error: type[RecipeError], case: tuple[dict[str, Any], dict[str, Any], list[str]]
 ) -> None:
+    parameters, sections, named = case
     with fails_with(error, *named):
-        check(recipe, sweep_of(tmp_path, parameters, **sections))
+        check(recipe, make_sweep(tmp_path, parameters, **sections))
 
 
 def test_packaged_spaces_fit_their_recipes() -> None:
-    recipes = {
-        "rankcse-listnet-grid": "rankcse-listnet-bert-base",
-        "rankcse-listnet": "rankcse-listnet-bert-base",
-        "rankcse-listnet-ratio": "rankcse-listnet-bert-base",
-        "rankcse-listmle": "rankcse-listmle-bert-base",
-        "diffcse": "diffcse-bert-base",
-        "rankencoder": "rankencoder-bert-base",
-        "trans-encoder": "trans-encoder-bert-base",
-        "rankcse-listnet-pbt": "rankcse-listnet-bert-base",
-        "teacher-weights": "rankcse-listnet-bert-base",
-        "best-small": "best-small",
-    }
-    assert {file.stem for file in SPACES.glob("*.yaml")} == recipes.keys()
-    for space, name in recipes.items():
-        recipe = read_recipe(name, ["evaluation.data=data"])
-        found = Space(read_sweep(str(SPACES / f"{space}.yaml")), recipe)
-        assert found.draw(3, seed=0) if "grid" not in space else len(found.grid()) == 18
+    others = {"best-small": "best-small", "teacher-weights": "rankcse-listnet-bert-base"}
+    spaces = sorted(SPACES.glob("*.yaml"))
+    assert len(spaces) == 10
+    for file in spaces:
+        method = re.sub("-(grid|ratio|pbt)$", "", file.stem)
+        recipe = read_recipe(others.get(method, f"{method}-bert-base"), ["evaluation.data=data"])
+        found = Space(read_sweep(str(file)), recipe)
+        assert found.draw(3, seed=0) if "grid" not in file.stem else len(found.grid()) == 18
 
 
 def trial(number: int, scores: list[float], status: Any = "finished", **values: Any) -> Trial:
@@ -256,47 +241,26 @@ def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "named"),
+    ("words", "status", "named"),
     [
-        ([], 2, "name a recipe and a space"),
         (
-            [*RECIPE, "--space", "nowhere.yaml"],
+            "RECIPE --space nowhere.yaml",
             2,
             "no search space or file 'nowhere.yaml'; packaged search spaces: best-small, ",
         ),
-        (
-            ["rankcse-lisnet-bert-base", "--space", str(SPACES / "diffcse.yaml")],
-            2,
-            "did you mean 'rankcse-listnet-bert-base'",
-        ),
-        ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "--print-space"], 2, "leaves objective.detection out"),
-        ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "sweep.serch.trials=3"], 2, "unknown key sweep.serch"),
-        (
-            [*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "sweep.trials=3"],
-            2,
-            "did you mean 'sweep.search.trials'?",
-        ),
-        ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "seed=3", "training.lrr=1"], 2, "did you mean 'lr'?"),
-        (["--resume", "/nowhere"], 1, "/nowhere is not a sweep"),
-        ([*RECIPE, "--resume", "/nowhere"], 2, "name only the folder"),
-        (["--resume", "/nowhere", "--dry-run"], 2, "--dry-run is for a sweep that has not begun"),
+        ("rankcse-lisnet-bert-base --space SPACE", 2, "did you mean 'rankcse-listnet-bert-base'"),
+        ("RECIPE --space SPACE --print-space", 2, "leaves objective.detection out"),
+        ("RECIPE --space SPACE sweep.serch.trials=3", 2, "unknown key sweep.serch"),
+        ("RECIPE --space SPACE sweep.trials=3", 2, "did you mean 'sweep.search.trials'?"),
+        ("RECIPE --space SPACE seed=3 training.lrr=1", 2, "did you mean 'lr'?"),
+        ("--resume /nowhere", 1, "/nowhere is not a sweep"),
+        ("RECIPE --resume /nowhere", 2, "name only the folder"),
+        ("--resume /nowhere --dry-run", 2, "--dry-run is for a sweep that has not begun"),
     ],
 )
 def test_mistakes_end_the_command_at_once(
-    arguments: list[str], status: int, named: str, capsys: pytest.CaptureFixture[str]
+    words: str, status: int, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == status
+    given = words.replace("RECIPE", " ".join(RECIPE)).replace("SPACE", str(SPACES / "diffcse.yaml"))
+    assert main(given.split()) == status
     assert named in capsys.readouterr().err
-
-
-def test_a_sweep_without_a_dev_score_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    text = tmp_path / "text.txt"
-    text.write_text("A sentence.\n")
-    recipe.write_text(
-        f"corpus: {{path: '{text}'}}\nstudent: {{backbone: x}}\nobjective: {{rank: null}}\nevaluation: {{dev: none}}\n"
-    )
-    space = tmp_path / "space.yaml"
-    space.write_text("parameters: {training.lr: {values: [1.0e-5]}}\n")
-    assert main([str(recipe), "--space", str(space)]) == 2
-    assert "evaluation.dev is none" in capsys.readouterr().err
