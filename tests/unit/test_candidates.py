@@ -180,19 +180,24 @@ def test_a_cross_encoder_scores_what_the_others_find(
     np.testing.assert_allclose(mean.scores, (found.scores + read) / 2, atol=1e-6)
 
 
-def test_scores_are_computed_once_whatever_their_weight(
+def test_what_is_damaged_alone_is_computed_again_whatever_the_weights(
     scored: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
     monkeypatch.setattr(scores_module, "SHARD_PAIRS", 40)
     events: list[Event] = []
     before = prepared(scored(), events).candidates
-    assert last_of(events, "teacher 2") == (24 * 8, 0)
+    assert last_of(events, "candidates") == (24, 0) and last_of(events, "teacher 2") == (24 * 8, 0)
     (store,) = (scoring.store.path for scoring in before.scorings)
     (store / "5-10" / "scores.npy").write_bytes(b"damaged")
+    stored = before.search.open()
+    (before.search.store.path / "10-20" / "scores.npy").write_bytes(b"damaged")
     after = prepared(scored("teachers.encoders.2.alpha=1"), events).candidates
+    assert last_of(events, "candidates") == (10, 14)
     assert last_of(events, "teacher 2") == (5 * 8, 24 * 8 - 5 * 8)
-    cosines, read = before.search.open().scores, before.scorings[0].scores()
-    np.testing.assert_allclose(after.open().scores, (3 * cosines + read) / 4, atol=1e-6)
+    cosines, read = after.search.open(), before.scorings[0].scores()
+    assert cosines.ids.tolist() == stored.ids.tolist()
+    np.testing.assert_allclose(after.open().scores, (3 * cosines.scores + read) / 4, atol=1e-6)
 
 
 def test_a_stop_ends_the_scoring_after_a_batch_and_keeps_the_shards_before(
@@ -352,16 +357,6 @@ def test_a_search_by_words_needs_a_package_and_words(
     (tmp_path / "documents.txt").write_text("\n".join("the of a" for _ in range(60)))
     with fails_with(CorpusTooSmallError, "BM25 finds no word", "60 texts"):
         prepared(wanted)
-
-
-def test_a_damaged_block_alone_is_searched_again(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
-    store, events = prepared(recipe).search.store.path, list[Event]()
-    before = {name: (store / name / "ids.npy").read_bytes() for name in ("0-10", "10-20", "20-24")}
-    (store / "10-20" / "scores.npy").write_bytes(b"damaged")
-    prepared(recipe, events)
-    assert last_of(events, "candidates") == (10, 14)
-    assert {name: (store / name / "ids.npy").read_bytes() for name in before} == before
 
 
 def test_an_embedding_pass_finds_candidates_and_shows_a_few(recipe: Recipe) -> None:

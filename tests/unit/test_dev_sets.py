@@ -141,23 +141,19 @@ def test_a_student_is_selected_by_its_dev_set(
     assert len(scores) == 3 and max(scores) == pytest.approx(best, abs=1e-3)
 
 
-@pytest.mark.parametrize("measure", ["Spearman", "AUC"])
-def test_pairs_of_the_user_are_scored_by_the_column_that_they_have(
-    own: dict[str, Path], measure: str, model: VectorModel
-) -> None:
-    dev, table = CustomDev.read(own[measure]), read_table(own[measure])
-    predicted = model.similarities(table.texts("sentence1"), table.texts("sentence2"))
-    if measure == "Spearman":
-        expected = spearmanr(predicted, table.numbers("score")).statistic
-    else:
-        expected = roc_auc_score(table.binary("label"), predicted)
-    assert dev.name == f"own {own[measure].stem}, {measure}" and dev.score(model) == pytest.approx(100 * expected)
-
-
-def test_the_accuracy_of_triplets_is_the_share_of_nearer_positives(own: dict[str, Path], model: VectorModel) -> None:
-    dev = CustomDev.read(own["accuracy"])
-    assert dev.score(model) == pytest.approx(75)
-    assert len(dev.first) == len(dev.second) == 80 and dev.gold == [1.0] * 40 + [0.0] * 40
+def test_a_file_of_the_user_is_scored_by_the_columns_that_it_has(own: dict[str, Path], model: VectorModel) -> None:
+    """The accuracy of triplets is the share of nearer positives."""
+    table = read_table(own["Spearman"])
+    cosines = model.similarities(table.texts("sentence1"), table.texts("sentence2"))
+    expected = {"accuracy": 0.75, "Spearman": spearmanr(cosines, table.numbers("score")).statistic}
+    table = read_table(own["AUC"])
+    cosines = model.similarities(table.texts("sentence1"), table.texts("sentence2"))
+    expected["AUC"] = roc_auc_score(table.binary("label"), cosines)
+    for measure, score in expected.items():
+        dev = CustomDev.read(own[measure])
+        assert dev.name == f"own {own[measure].stem}, {measure}" and dev.score(model) == pytest.approx(100 * score)
+    triplets = CustomDev.read(own["accuracy"])
+    assert len(triplets.first) == len(triplets.second) == 80 and triplets.gold == [1.0] * 40 + [0.0] * 40
 
 
 @pytest.mark.parametrize("dev", ["dev", "Validation", None])

@@ -447,6 +447,9 @@ def test_one_command_shows_agreement_size_and_speed(
     shown = capsys.readouterr().out
     assert "Agreement on texts, texts.txt, with teacher" in shown and "sentences/s" in shown and "kept@k: %" in shown
     assert "difference from" not in shown  # the teacher has no row
+    assert main(arguments[1:]) == 0
+    alone = capsys.readouterr().out
+    assert "Size and speed" in alone and "Agreement" not in alone
     kept, size = (
         next(e for e in events if e.get("measure") == "kept@10")["values"]["student"],
         sizes["student"]["size_bytes"],
@@ -491,14 +494,6 @@ def test_the_reference_can_be_chosen(texts: Path, tiny: Callable[..., Path]) -> 
     choice = Choice.of(measured.evaluation, Limits(mb=sizes["teacher"]))
     assert sizes["teacher"] < sizes["student"]
     assert choice is not None and choice.model is not None and choice.model.name == "teacher"
-
-
-def test_one_model_alone_has_size_and_speed(
-    texts: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tiny()), "--texts", str(texts), "--pooling", "mean"]) == 0
-    shown = capsys.readouterr().out
-    assert "Size and speed" in shown and "Agreement" not in shown
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, tiny: Callable[..., Path]) -> None:
