@@ -44,7 +44,7 @@ from distcse.text import CandidateSampler, Corpus
 from tests.failures import fails_with
 from tests.gpusim import simulated
 
-WORDS = "red green blue old new house river song city law cat fish stone bread winter"
+WORDS = "red green blue old new garden river song city law cat fish stone bread winter"
 
 
 def write_search(folder: Path, queries: int = 24, documents: int = 60) -> list[dict[str, str]]:
