@@ -170,7 +170,7 @@ def test_an_evaluation_of_groups_continues_after_a_stop(groups: MutualRecipe) ->
 
 
 def test_results_are_stored_exactly() -> None:
-    scores = {
+    scores: dict[str, Any] = {
         "mean": MeanOf(np.array([0.1, 1 / 3]), "pairs"),
         "spearman": SpearmanOf(np.array([0.1, 0.7], np.float32), np.array([1.0, 2.0]), "pairs"),
         "area": AucOf(np.array([0.1, 0.7]), np.array([0, 1]), "pairs"),
