@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,4 +33,15 @@ def make_data(folder: Path, sentences: list[str]) -> Path:
         lines.append(f"{int(other == row)}\t{sentences[row]}\t{sentences[other]}")
     (folder / "pairs" / "mrpc").mkdir(parents=True)
     (folder / "pairs" / "mrpc" / "test.tsv").write_text("\n".join(lines))
+    return folder
+
+
+def write_retrieval(folder: Path, queries: Sequence[str], documents: Sequence[str]) -> Path:
+    """Write a set for retrieval whose n-th document is relevant to the n-th query."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, start, texts in (("queries", "q", queries), ("corpus", "d", documents)):
+        rows = [f"{start}{number}\t{text}\n" for number, text in enumerate(texts)]
+        (folder / f"{name}.tsv").write_text("id\ttext\n" + "".join(rows))
+    pairs = [f"q{number}\td{number}\n" for number in range(len(queries))]
+    (folder / "relevant.tsv").write_text("query_id\tcorpus_id\n" + "".join(pairs))
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,41 +28,33 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def write_folder(target: Path, text: str) -> None:
-    with atomic_folder(target) as temporary:
+def write_folder(target: Path, text: str, **options: Any) -> None:
+    with atomic_folder(target, **options) as temporary:
         (temporary / "deep").mkdir()
         (temporary / "deep" / "file").write_text(text)
 
 
-def test_a_folder_is_replaced_and_nothing_else_remains(tmp_path: Path) -> None:
-    target = tmp_path / "missing" / "target"
-    for text in ("one", "two"):
-        write_folder(target, text)
-        assert (target / "deep" / "file").read_text() == text
-    assert names(target.parent) == ["target"] and names(target) == ["deep"]
-
-
-@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
-def test_what_is_not_a_folder_is_replaced(tmp_path: Path, kind: str) -> None:
-    target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
-    if kind == "link":
-        write_folder(elsewhere, "kept")
-    target.write_text("x") if kind == "file" else target.symlink_to(elsewhere)
-    write_folder(target, "one")
-    assert not target.is_symlink() and (target / "deep" / "file").read_text() == "one"
-    assert kind != "link" or (elsewhere / "deep" / "file").read_text() == "kept"
-    assert not [name for name in names(tmp_path) if name.startswith(".")]
-
-
-def test_a_complete_folder_is_kept_and_an_incomplete_one_replaced(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    write_folder(target, "first")
-    for is_complete, expected in ((True, "first"), (False, "second")):
-        with atomic_folder(target, lambda complete=is_complete: complete) as temporary:
-            (temporary / "deep").mkdir()
-            (temporary / "deep" / "file").write_text("second")
-        assert (target / "deep" / "file").read_text() == expected
-        assert names(tmp_path) == ["target"]
+@pytest.mark.parametrize("before", ["nothing", "folder", "file", "link", "dangling link"])
+def test_a_folder_replaces_what_was_there_and_nothing_else_remains(tmp_path: Path, before: str) -> None:
+    target, elsewhere = tmp_path / "missing" / "target", tmp_path / "elsewhere"
+    write_folder(elsewhere, "kept")
+    if before != "nothing":
+        target.parent.mkdir()
+    if before == "folder":
+        write_folder(target, "before")
+    elif before == "file":
+        target.write_text("x")
+    elif before != "nothing":
+        target.symlink_to(elsewhere if before == "link" else tmp_path / "nowhere")
+    for text, options, expected in (
+        ("one", {}, "one"),
+        ("two", {"is_complete": lambda: True}, "one"),  # a complete folder is kept
+        ("three", {"is_complete": lambda: False}, "three"),
+    ):
+        write_folder(target, text, **options)
+        assert not target.is_symlink() and (target / "deep" / "file").read_text() == expected
+    assert (names(target.parent), names(target), names(tmp_path)) == (["target"], ["deep"], ["elsewhere", "missing"])
+    assert (elsewhere / "deep" / "file").read_text() == "kept"
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])

@@ -7,8 +7,9 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from distcse.errors import (
 )
 from distcse.events import Event, Reporter, StageProgress
 from distcse.losses import TeacherOutputs, Views
-from distcse.losses.candidates import CandidateRank, margin_mse
+from distcse.losses.candidates import CandidateRank
 from distcse.models import CrossEncoder
 from distcse.recipe import CandidatesSection, Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
@@ -37,35 +38,19 @@ from distcse.storage import content_key, open_store
 from distcse.teachers import candidate_scores as scores_module
 from distcse.teachers import candidates as candidates_module
 from distcse.teachers.candidate_scores import ScoredCandidates
-from distcse.teachers.candidates import Candidates, CandidateSearch
+from distcse.teachers.candidates import CandidateSearch
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import CandidateSampler, Corpus
 from tests.failures import fails_with
 from tests.gpusim import simulated
 
-WORDS = [
-    "red",
-    "green",
-    "blue",
-    "old",
-    "new",
-    "house",
-    "river",
-    "song",
-    "city",
-    "law",
-    "cat",
-    "fish",
-    "stone",
-    "bread",
-    "winter",
-]
+WORDS = "red green blue old new garden river song city law cat fish stone bread winter"
 
 
 def write_search(folder: Path, queries: int = 24, documents: int = 60) -> list[dict[str, str]]:
     """Write queries and documents of random words; return the sources of a corpus."""
     random = np.random.default_rng(0)
-    texts = [" ".join(random.choice(WORDS, 6)) + f" {number}" for number in range(queries + documents)]
+    texts = [" ".join(random.choice(WORDS.split(), 6)) + f" {number}" for number in range(queries + documents)]
     (folder / "queries.txt").write_text("\n".join(texts[:queries]))
     (folder / "documents.txt").write_text("\n".join(texts[queries:]))
     return [
@@ -98,13 +83,52 @@ def recipe(tiny: Callable[..., Path], tmp_path: Path) -> Recipe:
     return load_recipe(str(tmp_path / "recipe.yaml"))
 
 
-def found(recipe: Recipe, events: list[Event] | None = None) -> tuple[Corpus, list[EmbeddingTable], CandidateSearch]:
-    reporter = Reporter([].append if events is None else events.append)
-    corpus = read_corpus(recipe, reporter)
-    tables = [table for table in prepare_tables(recipe, corpus, LocalBackend(), reporter) if table is not None]
-    scored = prepare_candidates(recipe, corpus, tables, LocalBackend(), reporter)
-    assert scored is not None
-    return corpus, tables, scored.search
+class Prepared(NamedTuple):
+    corpus: Corpus
+    tables: list[EmbeddingTable | None]
+    candidates: ScoredCandidates
+
+    @property
+    def search(self) -> CandidateSearch:
+        return self.candidates.search
+
+
+def prepared(
+    recipe: Recipe, events: list[Event] | None = None, stop_requested: Callable[[], bool] = lambda: False
+) -> Prepared:
+    """Prepare a recipe's candidates; the events are theirs alone, and a stop ends them alone."""
+    corpus = read_corpus(recipe, Reporter())
+    tables = prepare_tables(recipe, corpus, LocalBackend(), Reporter())
+    reporter = Reporter([].append if events is None else events.append, stop_requested)
+    candidates = prepare_candidates(recipe, corpus, tables, LocalBackend(), reporter)
+    assert candidates is not None
+    return Prepared(corpus, tables, candidates)
+
+
+def found_by(recipe: Recipe, by: str, **others: int) -> Prepared:
+    section = CandidatesSection.model_validate({"per_query": 8, "random": 2, "per_step": 3, "by": by, **others})
+    return prepared(recipe.model_copy(update={"candidates": section}))
+
+
+def mean_cosines(done: Prepared) -> np.ndarray:
+    """Return the (n, m) means of the cosines of n queries and m documents, weighted by 1 and 2."""
+    one, two = (
+        table.vectors(done.search.queries) @ table.vectors(done.search.documents).T for table in done.tables if table
+    )
+    return np.asarray((one + 2 * two) / 3)
+
+
+def stages(events: list[Event], unit: str) -> list[int]:
+    """Return the counts of the stages that count in a unit."""
+    return [event.done for event in events if isinstance(event, StageProgress) and event.unit == unit]
+
+
+def last_of(events: list[Event], stage: str) -> tuple[int, int | None]:
+    """Return what a stage did, and what it reused."""
+    (*_, last) = (
+        event for event in events if isinstance(event, StageProgress) and event.finished and event.name == stage
+    )
+    return last.done, last.reused
 
 
 def test_each_query_has_its_nearest_documents_by_all_teachers_and_others_at_random(
@@ -112,34 +136,22 @@ def test_each_query_has_its_nearest_documents_by_all_teachers_and_others_at_rand
 ) -> None:
     monkeypatch.setattr(candidates_module, "BLOCK_DOCUMENTS", 13)
     monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
-    corpus, tables, search = found(recipe)
-    queries, documents = corpus.rows_of_role("query"), corpus.rows_of_role("document")
-    mean = sum(
-        weight / 3 * table.vectors(queries) @ table.vectors(documents).T for weight, table in enumerate(tables, start=1)
-    )
-    stored = search.open()
+    done = prepared(recipe)
+    documents, mean, stored = done.search.documents, mean_cosines(done), done.search.open()
     assert stored.ids.shape == stored.scores.shape == (24, 8)
-    for row in range(len(queries)):
+    for row, ids in enumerate(stored.ids.tolist()):
         expected = documents[np.argsort(-mean[row], kind="stable")[:6]]
-        assert stored.ids[row, :6].tolist() == expected.tolist()
-        assert set(stored.ids[row, 6:].tolist()) <= set(documents.tolist()) - set(expected.tolist())
-        of_row = mean[row, stored.ids[row] - documents[0]]
-        np.testing.assert_allclose(stored.scores[row], of_row, atol=1e-5)
+        assert ids[:6] == expected.tolist() and {*ids[6:]} <= {*documents.tolist()} - {*ids[:6]}
+    np.testing.assert_allclose(stored.scores, np.take_along_axis(mean, stored.ids - documents[0], 1), atol=1e-5)
 
 
 def test_a_gpu_finds_the_same_candidates(recipe: Recipe, tmp_path: Path) -> None:
-    _, _, search = found(recipe)
+    search = prepared(recipe).search
     on_gpu = replace(search, cache=open_store(tmp_path / "gpu"))
     with simulated() as gpu, gpu.counting():
         on_gpu.write_block(0, Reporter())
         assert gpu.waits
     np.testing.assert_array_equal(on_gpu.open().ids, search.open().ids)
-
-
-def found_by(recipe: Recipe, by: str, **others: int) -> tuple[Corpus, CandidateSearch, Candidates]:
-    section = CandidatesSection.model_validate({"per_query": 8, "random": 2, "per_step": 3, "by": by, **others})
-    corpus, _, search = found(recipe.model_copy(update={"candidates": section}))
-    return corpus, search, search.open()
 
 
 @pytest.fixture
@@ -153,29 +165,12 @@ def scored(recipe: Recipe, tiny_cross: Path, tmp_path: Path) -> Callable[..., Re
     return lambda *overrides: load_recipe(str(tmp_path / "recipe.yaml"), overrides)
 
 
-def scored_by(recipe: Recipe, events: list[Event] | None = None) -> tuple[Corpus, ScoredCandidates]:
-    reporter = Reporter([].append if events is None else events.append)
-    corpus = read_corpus(recipe, reporter)
-    tables = prepare_tables(recipe, corpus, LocalBackend(), reporter)
-    found = prepare_candidates(recipe, corpus, tables, LocalBackend(), reporter)
-    assert found is not None
-    return corpus, found
-
-
-def last_of(events: list[Event], stage: str) -> tuple[int, int | None]:
-    """Return what a stage did, and what it reused."""
-    (*_, last) = (
-        event for event in events if isinstance(event, StageProgress) and event.finished and event.name == stage
-    )
-    return last.done, last.reused
-
-
 def test_a_cross_encoder_scores_what_the_others_find(
     scored: Callable[..., Recipe], tiny_cross: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
     monkeypatch.setattr(scores_module, "SHARD_PAIRS", 30)  # three queries: a block's last shard has one
-    corpus, candidates = scored_by(scored())
+    corpus, _, candidates = prepared(scored())
     found, mean = candidates.search.open(), candidates.open()
     assert mean.ids.tolist() == found.ids.tolist() and mean.scores.dtype == np.float32
     queries = corpus.texts(candidates.search.queries)
@@ -185,19 +180,24 @@ def test_a_cross_encoder_scores_what_the_others_find(
     np.testing.assert_allclose(mean.scores, (found.scores + read) / 2, atol=1e-6)
 
 
-def test_scores_are_computed_once_whatever_their_weight(
+def test_what_is_damaged_alone_is_computed_again_whatever_the_weights(
     scored: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
     monkeypatch.setattr(scores_module, "SHARD_PAIRS", 40)
     events: list[Event] = []
-    _, before = scored_by(scored(), events)
-    assert last_of(events, "teacher 2") == (24 * 8, 0)
+    before = prepared(scored(), events).candidates
+    assert last_of(events, "candidates") == (24, 0) and last_of(events, "teacher 2") == (24 * 8, 0)
     (store,) = (scoring.store.path for scoring in before.scorings)
     (store / "5-10" / "scores.npy").write_bytes(b"damaged")
-    _, after = scored_by(scored("teachers.encoders.2.alpha=1"), events)
+    stored = before.search.open()
+    (before.search.store.path / "10-20" / "scores.npy").write_bytes(b"damaged")
+    after = prepared(scored("teachers.encoders.2.alpha=1"), events).candidates
+    assert last_of(events, "candidates") == (10, 14)
     assert last_of(events, "teacher 2") == (5 * 8, 24 * 8 - 5 * 8)
-    cosines, read = before.search.open().scores, before.scorings[0].scores()
-    np.testing.assert_allclose(after.open().scores, (3 * cosines + read) / 4, atol=1e-6)
+    cosines, read = after.search.open(), before.scorings[0].scores()
+    assert cosines.ids.tolist() == stored.ids.tolist()
+    np.testing.assert_allclose(after.open().scores, (3 * cosines.scores + read) / 4, atol=1e-6)
 
 
 def test_a_stop_ends_the_scoring_after_a_batch_and_keeps_the_shards_before(
@@ -205,21 +205,15 @@ def test_a_stop_ends_the_scoring_after_a_batch_and_keeps_the_shards_before(
 ) -> None:
     monkeypatch.setattr(scores_module, "SHARD_PAIRS", 40)
     monkeypatch.setattr("distcse.runs.distillation.corpus.SHARDS_PER_CALL", 2)
-    wanted, done = scored("teachers.tokens_per_batch=64"), list[int]()
-    corpus = read_corpus(wanted, Reporter())
-    tables = prepare_tables(wanted, corpus, LocalBackend(), Reporter())
+    wanted, events = scored("teachers.tokens_per_batch=64"), list[Event]()
 
-    def note(event: Event) -> None:
-        if isinstance(event, StageProgress) and event.name == "teacher 2":
-            done.append(event.done)
+    def done() -> list[int]:
+        return [event.done for event in events if isinstance(event, StageProgress) and event.name == "teacher 2"]
 
     with fails_with(StoppedEarlyError, "from shard 2"):
-        prepare_candidates(
-            wanted, corpus, tables, LocalBackend(), Reporter(note, lambda: bool(done) and done[-1] > 125)
-        )
-    assert done == sorted(done) and 125 < done[-1] < 160  # in the fourth shard
-    events: list[Event] = []
-    scored_by(wanted, events)
+        prepared(wanted, events, lambda: max(done(), default=0) > 125)
+    assert done() == sorted(done()) and 125 < done()[-1] < 160  # in the fourth shard
+    prepared(wanted, events)
     assert last_of(events, "teacher 2") == (24 * 8 - 120, 120)
 
 
@@ -257,7 +251,7 @@ def test_a_cross_encoder_alone_learns_from_documents_that_share_words(
     with fails_with(UnsuitableTeacherError, "candidates.by is teachers", "candidates.by: bm25"):
         Distillation(scored(*alone)).run(LocalBackend(), Reporter())
     wanted = scored(*alone, "candidates.by=bm25")
-    _, candidates = scored_by(wanted)
+    candidates = prepared(wanted).candidates
     assert not candidates.search.open().scores.any()
     np.testing.assert_array_equal(candidates.open().scores, candidates.scorings[0].scores())
     assert Distillation(wanted).run(LocalBackend(), Reporter()).train_result.state.finished
@@ -275,11 +269,10 @@ def test_a_score_that_is_not_finite_names_its_pair(
 
     monkeypatch.setattr(CrossEncoder, "score_each", spoiled)
     with pytest.raises(TeacherOutputError, match="is not finite") as raised:
-        scored_by(scored())
+        prepared(scored())
     monkeypatch.undo()
-    corpus, candidates = scored_by(scored())
-    search = candidates.search
-    for text in corpus.texts([search.queries[1], search.open().ids[1, 1]]):
+    done = prepared(scored())
+    for text in done.corpus.texts([done.search.queries[1], done.search.open().ids[1, 1]]):
         assert repr(text[:60]) in str(raised.value)
 
 
@@ -303,66 +296,53 @@ def plain_bm25(query: str, texts: list[str]) -> list[float]:
 
 
 def test_documents_found_by_words_are_those_of_the_highest_bm25_scores(recipe: Recipe) -> None:
-    corpus, search, stored = found_by(recipe, "bm25")
-    texts = corpus.texts(search.documents)
-    for row, query in enumerate(corpus.texts(search.queries)):
+    done = found_by(recipe, "bm25")
+    documents, stored = done.search.documents, done.search.open()
+    texts = done.corpus.texts(documents)
+    for query, ids in zip(done.corpus.texts(done.search.queries), stored.ids.tolist(), strict=True):
         scores = plain_bm25(query, texts)
-        of_found = [scores[place] for place in stored.ids[row, :6] - search.documents[0]]
-        assert len({*stored.ids[row, :6].tolist()}) == 6
+        of_found = [scores[place - documents[0]] for place in ids[:6]]
+        assert len({*ids[:6]}) == 6 and not {*ids[:6]} & {*ids[6:]}
         np.testing.assert_allclose(of_found, sorted(scores, reverse=True)[:6], rtol=1e-5)
-        assert not {*stored.ids[row, :6].tolist()} & {*stored.ids[row, 6:].tolist()}
-    by_teachers = found_by(recipe, "teachers")[2]
-    for row, ids in enumerate(stored.ids.tolist()):  # the scores are the teachers' all the same
-        same = {place: score for place, score in zip(by_teachers.ids[row], by_teachers.scores[row], strict=True)}
-        for place, score in zip(ids, stored.scores[row], strict=True):
-            assert place not in same or score == pytest.approx(same[place], abs=1e-6)
+    expected = np.take_along_axis(mean_cosines(done), stored.ids - documents[0], 1)  # the teachers' all the same
+    np.testing.assert_allclose(stored.scores, expected, atol=1e-5)
 
 
 def test_half_of_the_documents_are_the_teachers_and_half_share_words(recipe: Recipe) -> None:
-    by = {name: found_by(recipe, name, per_query=7)[2].ids for name in ("teachers", "bm25", "both")}
-    for near, sharing, both in zip(*(ids[:, :5].tolist() for ids in by.values()), strict=True):
+    """Each way to search has a key; that of the teachers is as before there was another way."""
+    by = {name: found_by(recipe, name, per_query=7).search for name in ("teachers", "bm25", "both")}
+    for near, sharing, both in zip(*(search.open().ids[:, :5].tolist() for search in by.values()), strict=True):
         assert both[:3] == near[:3] and len({*both}) == 5
         assert both[3:] == [place for place in sharing if place not in near[:3]][:2]
+    assert len({search.store.name for search in by.values()}) == 3
+    assert by["teachers"].store.name == content_key([1, by["teachers"].teachers.key, 7, 2])
 
 
 def test_a_query_without_a_shared_word_has_others(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "queries.txt").write_text("zebra zeppelin\n" + (tmp_path / "queries.txt").read_text())
-    _, _, near = found_by(recipe, "teachers")
-    _, search, by_words = found_by(recipe, "bm25")
-    _, _, both = found_by(recipe, "both")
-    assert {*by_words.ids[0].tolist()} <= {*search.documents.tolist()}
-    assert both.ids[0, :6].tolist() == near.ids[0, :6].tolist()  # filled up by the teachers'
+    near, by_words, both = (found_by(recipe, by).search for by in ("teachers", "bm25", "both"))
+    assert {*by_words.open().ids[0].tolist()} <= {*by_words.documents.tolist()}
+    assert both.open().ids[0, :6].tolist() == near.open().ids[0, :6].tolist()  # filled up by the teachers'
 
 
-def test_only_another_way_to_search_changes_the_key(recipe: Recipe) -> None:
-    """Candidates of the teachers that were found before there was another way are reused."""
-    by = {name: found_by(recipe, name)[1] for name in ("teachers", "bm25", "both")}
-    assert len({search.store.name for search in by.values()}) == 3
-    assert by["teachers"].store.name == content_key([1, by["teachers"].teachers.key, 8, 2])
-
-
-def test_blocks_by_words_are_found_once_and_stop(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("by", "unit", "counts"),
+    [("teachers", "documents compared", [20, 40, 60, 20]), ("bm25", "BM25 queries", [3, 6, 9, 10, 3])],
+)
+def test_a_stop_ends_a_search_in_its_middle_and_keeps_the_blocks_before(
+    by: str, unit: str, counts: list[int], recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
+    monkeypatch.setattr(candidates_module, "BLOCK_DOCUMENTS", 20)
     monkeypatch.setattr("distcse.text.bm25.QUERIES_PER_BATCH", 3)
-    assert recipe.candidates is not None
-    wanted = recipe.model_copy(update={"candidates": recipe.candidates.model_copy(update={"by": "bm25"})})
-    corpus, searched = read_corpus(wanted, Reporter()), list[int]()
-
-    def note(event: Event) -> None:
-        if isinstance(event, StageProgress) and event.unit == "BM25 queries":
-            searched.append(event.done)
-
-    tables = prepare_tables(wanted, corpus, LocalBackend(), Reporter())
+    wanted, events = load_recipe(str(tmp_path / "recipe.yaml"), [f"candidates.by={by}"]), list[Event]()
     with fails_with(StoppedEarlyError, "candidates"):
-        prepare_candidates(wanted, corpus, tables, LocalBackend(), Reporter(note, lambda: len(searched) == 5))
-    assert searched == [3, 6, 9, 10, 3]
-    events: list[Event] = []
-    found(wanted, events)
-    (last,) = (
-        event for event in events if isinstance(event, StageProgress) and event.finished and event.name == "candidates"
-    )
-    assert (last.done, last.reused) == (14, 10)
-    assert not any(isinstance(event, StageProgress) and event.unit == "sentences read by BM25" for event in events)
+        prepared(wanted, events, lambda: len(stages(events, unit)) == len(counts))
+    assert stages(events, unit) == counts
+    events.clear()
+    prepared(wanted, events)
+    assert last_of(events, "candidates") == (14, 10)
+    assert not stages(events, "sentences read by BM25"), "the index is kept"
 
 
 def test_a_search_by_words_needs_a_package_and_words(
@@ -376,58 +356,17 @@ def test_a_search_by_words_needs_a_package_and_words(
     assert not (tmp_path / "cache" / "tables").exists()
     (tmp_path / "documents.txt").write_text("\n".join("the of a" for _ in range(60)))
     with fails_with(CorpusTooSmallError, "BM25 finds no word", "60 texts"):
-        found(wanted)
+        prepared(wanted)
 
 
-def test_blocks_that_a_stopped_search_has_found_are_kept(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
-    _, _, search = found(recipe)
-    before = {name: (search.store.path / name / "ids.npy").read_bytes() for name in ("0-10", "10-20", "20-24")}
-    (search.store.path / "10-20" / "scores.npy").write_bytes(b"damaged")
-    events: list[Event] = []
-    found(recipe, events)
-    (last,) = (
-        event for event in events if isinstance(event, StageProgress) and event.finished and event.name == "candidates"
-    )
-    assert last.done == 10 and last.reused == 14
-    assert {name: (search.store.path / name / "ids.npy").read_bytes() for name in before} == before
-
-
-def test_an_embedding_pass_finds_candidates_and_shows_a_few(recipe: Recipe, tmp_path: Path) -> None:
+def test_an_embedding_pass_finds_candidates_and_shows_a_few(recipe: Recipe) -> None:
     events: list[Event] = []
     distcse.embed(recipe, listen=events.append)
     shown = [str(event.note) for event in events if isinstance(event, StageProgress) and event.name == "query"]
-    corpus, _, search = found(recipe)
-    first = search.open()
-    assert len(shown) == 3 and shown[0].startswith(corpus.texts([0])[0])
-    assert f"{first.scores[0, 0]:.2f} {corpus.texts([int(first.ids[0, 0])])[0]}" in shown[0]
-
-
-def test_a_stop_ends_a_search_in_its_middle_and_keeps_the_blocks_before(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
-    monkeypatch.setattr(candidates_module, "BLOCK_DOCUMENTS", 20)
-    corpus = read_corpus(recipe, Reporter())
-    tables = prepare_tables(recipe, corpus, LocalBackend(), Reporter())
-    compared: list[int] = []
-
-    def note(event: Event) -> None:
-        if isinstance(event, StageProgress) and event.name == "candidates" and not event.finished:
-            compared.append(event.done)
-
-    stopped = Reporter(
-        note, lambda: len(compared) >= 6
-    )  # the start of the stage, three parts of the first block, two more
-    with fails_with(StoppedEarlyError, "candidates"):
-        prepare_candidates(recipe, corpus, tables, LocalBackend(), stopped)
-    assert len(compared) <= 7
-    events: list[Event] = []
-    found(recipe, events)
-    (last,) = (
-        event for event in events if isinstance(event, StageProgress) and event.finished and event.name == "candidates"
-    )
-    assert (last.done, last.reused) == (14, 10)
+    done = prepared(recipe)
+    first = done.search.open()
+    assert len(shown) == 3 and shown[0].startswith(done.corpus.texts([0])[0])
+    assert f"{first.scores[0, 0]:.2f} {done.corpus.texts([int(first.ids[0, 0])])[0]}" in shown[0]
 
 
 def test_a_step_has_whole_groups_of_a_query_and_its_candidates() -> None:
@@ -452,18 +391,23 @@ def test_a_step_has_whole_groups_of_a_query_and_its_candidates() -> None:
 
 
 @pytest.mark.parametrize("form", ["list_net", "list_mle", "margin_mse"])
-def test_losses_over_candidates_equal_loops(form: str) -> None:
+def test_losses_over_candidates_equal_loops_and_are_the_sum_of_the_workers_shares(form: str) -> None:
     torch.manual_seed(0)
     z1, z2 = torch.randn(2, 12, 5, dtype=torch.float64)
     scores = torch.rand(3, 3, dtype=torch.float64)
-    loss = CandidateRank(form, tau2=0.1, tau3=0.2)(Views(z1, z2, z1, z2), TeacherOutputs(scores=scores))
     losses = []
     for view in (z1, z2):
         for group in range(3):
             query, *documents = view[4 * group : 4 * group + 4]
             cosines = torch.stack([torch.cosine_similarity(query, document, dim=0) for document in documents])
             losses.append(plain(form, cosines, scores[group]))
-    torch.testing.assert_close(loss, torch.stack(losses).mean())
+    term = CandidateRank(form, tau2=0.1, tau3=0.2)
+    for places in ([0, 12], [0, 4, 12]):
+        shares = [
+            term(Views(z1[a:b], z2[a:b], z1, z2, a), TeacherOutputs(scores=scores[a // 4 : b // 4]))
+            for a, b in pairwise(places)
+        ]
+        torch.testing.assert_close(sum(shares), torch.stack(losses).mean())
 
 
 def plain(form: str, cosines: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -476,23 +420,6 @@ def plain(form: str, cosines: torch.Tensor, scores: torch.Tensor) -> torch.Tenso
     return torch.stack([((cosines[a] - cosines[b]) - (scores[a] - scores[b])) ** 2 for a, b in pairs]).mean()
 
 
-def test_margins_ignore_a_shift_of_all_scores() -> None:
-    cosines, scores = torch.rand(2, 4), torch.rand(2, 4)
-    torch.testing.assert_close(margin_mse(cosines, scores), margin_mse(cosines, scores + 3))
-
-
-def test_two_workers_have_the_loss_of_one() -> None:
-    torch.manual_seed(0)
-    z, scores = torch.randn(16, 5), torch.rand(4, 3)
-    term = CandidateRank("list_net", 0.05, 0.05)
-    whole = term(Views(z, z, z, z), TeacherOutputs(scores=scores))
-    halves = [
-        term(Views(z[rows], z[rows], z, z, rows.start), TeacherOutputs(scores=scores[rows.start // 4 : rows.stop // 4]))
-        for rows in (slice(0, 8), slice(8, 16))
-    ]
-    torch.testing.assert_close(sum(halves), whole)
-
-
 def test_a_student_learns_the_order_of_its_queries_candidates(recipe: Recipe) -> None:
     longer = recipe.training.model_copy(update={"epochs": 8, "log_every": 4})
     result = Distillation(recipe.model_copy(update={"training": longer})).run(LocalBackend(), Reporter())
@@ -502,25 +429,20 @@ def test_a_student_learns_the_order_of_its_queries_candidates(recipe: Recipe) ->
 
 
 @pytest.mark.parametrize(
-    ("values", "words"),
+    ("value", "words"),
     [
-        (["candidates=null"], ("objective.candidates", "candidates: {}")),
-        (["training.batch_size=18"], ("training.batch_size", "multiple of 4")),
-        (["candidates.per_step=9"], ("per_step", "8")),
-        (["candidates.random=8"], ("random", "8 per query")),
+        ("candidates=null", ("objective.candidates", "candidates: {}")),
+        ("training.batch_size=18", ("training.batch_size", "multiple of 4")),
+        ("candidates.per_step=9", ("per_step", "8")),
+        ("candidates.random=8", ("random", "8 per query")),
+        ("corpus={path: queries.txt}", ("objective.candidates needs queries", "role: query")),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
-    values: list[str], words: tuple[str, ...], recipe: Recipe, tmp_path: Path
+    value: str, words: tuple[str, ...], recipe: Recipe, tmp_path: Path
 ) -> None:
     with fails_with(InvalidValueError, *words):
-        load_recipe(str(tmp_path / "recipe.yaml"), values)
-
-
-def test_candidates_need_queries(recipe: Recipe, tmp_path: Path) -> None:
-    plain_text = json.dumps({"path": str(tmp_path / "queries.txt")})
-    with fails_with(InvalidValueError, "objective.candidates needs queries", "role: query"):
-        load_recipe(str(tmp_path / "recipe.yaml"), [f"corpus={plain_text}"])
+        load_recipe(str(tmp_path / "recipe.yaml"), [value])
 
 
 def test_a_live_teacher_has_no_candidates(recipe: Recipe) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,41 +28,35 @@ main = command("embed")
 
 MakeRecipe = Callable[..., Recipe]
 
-PLANTED = """
-import numpy as np
+
 class Planted:
-    def __init__(self, seed, offset=0):
-        self.seed, self.offset, self.fingerprint = seed, offset, f"planted {seed} {offset}"
-    def encode(self, texts, **how):
-        rows = [np.random.default_rng([self.seed, *text.encode()]).normal(size=6) + self.offset for text in texts]
+    """A teacher with random vectors of a seed around an offset."""
+
+    def __init__(self, seed: int, offset: int = 0) -> None:
+        self._seed, self._offset, self.fingerprint = seed, offset, f"planted {seed} {offset}"
+
+    def encode(self, texts: Sequence[str], **options: Any) -> np.ndarray:
+        rows = [np.random.default_rng([self._seed, *text.encode()]).normal(size=6) + self._offset for text in texts]
         return np.stack([row / np.linalg.norm(row) for row in rows]).astype(np.float32)
-"""
 
 
-@pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], str]:
-    """Returns a teacher with random vectors of a seed around an offset, as recipes name it."""
-    (tmp_path / "planted.py").write_text(PLANTED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda seed, offset: (
-        f"{{backbone: p{seed}, class_path: 'planted:Planted', kwargs: {{seed: {seed}, offset: {offset}}}}}"
-    )
+def planted(seed: int, offset: int = 0) -> str:
+    """Return such a teacher as recipes name it."""
+    arguments = f"{{seed: {seed}, offset: {offset}}}"
+    return f"{{backbone: p{seed}, class_path: 'tests.unit.test_comparison:Planted', kwargs: {arguments}}}"
 
 
 def test_a_comparison_equals_one_by_hand(
     recipe_with: MakeRecipe,
-    planted: Callable[[int, int], str],
     sentences: list[str],
     tiny_cross: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two teachers with random vectors follow a cross-encoder: the indices are those of the recipe."""
-    recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {planted(1, 0)}, {planted(2, 0)}]")
+    recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {planted(1)}, {planted(2)}]")
     found = compare(recipe, Corpus.prepare(recipe.corpus, open_store(tmp_path / "cache")), 1000, Reporter())
     assert found.teachers[1:] == ["p1", "p2"] and found.compared == [1, 2] and found.sentences == len(sentences)
-    from planted import Planted
-
     vectors = [Planted(seed).encode(sentences) for seed in (1, 2)]
     lists = [[np.delete(row, index) for index, row in enumerate(units @ units.T)] for units in vectors]
     nearest = [[set(np.argsort(-row)[:10]) for row in one] for one in lists]
@@ -93,12 +88,12 @@ def test_a_comparison_equals_one_by_hand(
 
 
 def test_a_comparison_repeats_and_warns_of_a_teacher_that_counts_for_little(
-    recipe_with: MakeRecipe, planted: Callable[[int, int], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe_with()
     outputs = []
     for offset in (0, 0, 4):
-        teachers = f"teachers.encoders=[{planted(0, 0)}, {planted(1, offset)}]"
+        teachers = f"teachers.encoders=[{planted(0)}, {planted(1, offset)}]"
         assert main([str(tmp_path / "recipe.yaml"), teachers, "--compare", "--sentences", "60"]) == 0
         captured = capsys.readouterr()
         outputs.append(re.sub(r"(?m) +\d+( +\d+% +\d+%)$", r"\1", captured.out))  # without the cards' speeds

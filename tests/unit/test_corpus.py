@@ -28,7 +28,7 @@ from distcse.recipe import CorpusSection, load_recipe
 from distcse.runs.distillation.corpus import read_corpus
 from distcse.storage import open_store
 from distcse.text import Corpus, row_keys, sources
-from distcse.text.ragged import OFFSETS, VALUES, RaggedWriter
+from distcse.text.ragged import OFFSETS, VALUES
 from distcse.text.readers import Row
 from distcse.text.row_keys import DistinctRows, RowKeys
 from distcse.text.sampler import split_held_out
@@ -266,17 +266,6 @@ def test_progress_counts_sentences(tmp_path: Path) -> None:
     assert seen == [8192, 16384, 20000]
 
 
-def test_offsets_are_those_that_numpy_saves(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(0).integers(0, 9, (300, 1000))
-    with RaggedWriter(tmp_path) as writer:
-        writer.append(b"", [])
-        for chunk in lengths:
-            writer.append(bytes(int(chunk.sum())), chunk.tolist())
-        assert writer.finish() == 300_000
-    np.save(tmp_path / "expected.npy", np.concatenate([[0], np.cumsum(lengths)]))
-    assert (tmp_path / OFFSETS).read_bytes() == (tmp_path / "expected.npy").read_bytes()
-
-
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hub"))
@@ -320,30 +309,25 @@ def test_a_data_set_is_read_as_a_file_is(kind: str, tmp_path: Path, hub_cache: P
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("train.jsonl", b'{"text": "a"}\n{"text": broken\n', "JSON parse error"),
-        ("train.csv", b"id,text\n1,a\n1,2,3\n", "Expected 2 fields in line 3, saw 3"),
-        ("train.txt", "Grüße\n".encode("cp1252"), "byte 0xfc"),
+        ("nobody/nothing", None, ("'nobody/nothing'", "'train'", "corpus.dataset=FOLDER")),
+        (__file__, None, (f"corpus.path={__file__}",)),
+        *(
+            (name, None, (f"corpus.dataset is {name!r}", "corpus.path=FILE"))
+            for name in ("text", "json", "imagefolder")
+        ),
+        # `datasets` itself says only that an error occurred while it generated the data set.
+        ("train.jsonl", b'{"text": "a"}\n{"text": broken\n', ("because", "JSON parse error")),
+        ("train.csv", b"id,text\n1,a\n1,2,3\n", ("because", "Expected 2 fields in line 3, saw 3")),
+        ("train.txt", "Grüße\n".encode("cp1252"), ("because", "byte 0xfc")),
     ],
 )
-def test_the_cause_of_a_data_sets_error_is_named(
-    name: str, content: bytes, named: str, tmp_path: Path, hub_cache: Path
+def test_a_data_set_that_is_not_there_or_cannot_be_read_is_named_with_the_cause(
+    name: str, content: bytes | None, named: tuple[str, ...], tmp_path: Path, hub_cache: Path
 ) -> None:
-    """`datasets` itself says only that an error occurred while it generated the data set."""
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / name).write_bytes(content)
-    with fails_with(CorpusNotFoundError, str(tmp_path / "set"), "because", named):
-        prepare(tmp_path, dataset=str(tmp_path / "set"))
-
-
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [
-        ("nobody/nothing", ("'nobody/nothing'", "'train'", "corpus.dataset=FOLDER")),
-        (__file__, (f"corpus.path={__file__}",)),
-        *((name, (f"corpus.dataset is {name!r}", "corpus.path=FILE")) for name in ("text", "json", "imagefolder")),
-    ],
-)
-def test_a_data_set_that_is_not_there_is_named(name: str, named: tuple[str, ...], tmp_path: Path) -> None:
+    if content is not None:
+        (folder := tmp_path / "set").mkdir()
+        (folder / name).write_bytes(content)
+        name, named = str(folder), (str(folder), *named)
     with fails_with(CorpusNotFoundError, *named):
         prepare(tmp_path, dataset=name)
 

@@ -8,6 +8,7 @@ import json
 import lzma
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from distcse.errors import (
     CorpusFormatError,
     CorpusNotFoundError,
     CorpusTooSmallError,
+    DistcseError,
     MissingColumnError,
 )
 from distcse.recipe import CorpusSection
@@ -195,30 +197,29 @@ MALFORMED: list[tuple[str, bytes, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "named"), MALFORMED, ids=[name for name, *_ in MALFORMED])
-def test_a_malformed_file_is_named_with_its_place_and_the_way_out(
-    name: str, content: bytes, named: tuple[str, ...], tmp_path: Path
+WITHOUT_COLUMN: list[tuple[str, bytes, tuple[str, ...]]] = [
+    ("a.jsonl", b'{"text": "a"}\n{}\n', ("line 2", "columns: none; set corpus.column to one of them")),
+    ("a.csv", b"Text,id\nx,1\n", ("line 1", "columns: Text, id; did you mean 'Text'?")),
+    ("a.csv", b"id|texts\n0|eins\n", ("columns (separated by '|'): id, texts; did you mean 'texts'?",)),
+    ("a.csv", b'"id"\t"satz"\n0\teins\n', (r"columns (separated by '\t'): id, satz; set corpus.column",)),
+    ("a.tsv", b"id\ttext, cleaned, all\n1\ta text\n", ("columns: id, text, cleaned, all; ",)),
+]
+REFUSED = [
+    *((CorpusFormatError, *file) for file in MALFORMED),
+    *((MissingColumnError, name, content, ("no column 'text'", *named)) for name, content, named in WITHOUT_COLUMN),
+    *(
+        (CorpusTooSmallError, name, content.encode(), (f"{name} contains no sentence",))
+        for name, content in product(("a.txt", "a.csv", "a.json"), ("", "\ufeff\n \n"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "name", "content", "named"), REFUSED, ids=[name for _, name, *_ in REFUSED])
+def test_a_file_that_cannot_be_read_is_named_with_its_place_and_the_way_out(
+    error: type[DistcseError], name: str, content: bytes, named: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with fails_with(CorpusFormatError, str(tmp_path / name), *named):
-        rows(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
-        ("a.jsonl", '{"text": "a"}\n{}\n', ("line 2", "columns: none; set corpus.column to one of them")),
-        ("a.csv", "Text,id\nx,1\n", ("line 1", "columns: Text, id; did you mean 'Text'?")),
-        ("a.csv", "id|texts\n0|eins\n", ("columns (separated by '|'): id, texts; did you mean 'texts'?",)),
-        ("a.csv", '"id"\t"satz"\n0\teins\n', (r"columns (separated by '\t'): id, satz; set corpus.column",)),
-        ("a.tsv", "id\ttext, cleaned, all\n1\ta text\n", ("columns: id, text, cleaned, all; ",)),
-    ],
-)
-def test_a_missing_column_is_named_with_those_that_are_there(
-    name: str, content: str, named: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / name).write_text(content)
-    with fails_with(MissingColumnError, str(tmp_path / name), "no column 'text'", *named):
+    with fails_with(error, str(tmp_path / name), *named):
         rows(tmp_path / name)
 
 
@@ -240,22 +241,6 @@ def test_parquet_files_without_a_column_of_text_are_refused(tmp_path: Path) -> N
     file.write_bytes(file.read_bytes()[:-20])
     with fails_with(CorpusFormatError, "a.parquet is not a readable Parquet file"):
         rows(file)
-
-
-def test_rows_are_streamed(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"fine\n\xff\n")
-    reading = source_rows(CorpusSection(path=str(tmp_path / "a.txt")))
-    assert next(reading) == "fine"
-    with fails_with(CorpusFormatError, "a.txt, line 2"):
-        next(reading)
-
-
-@pytest.mark.parametrize("content", ["", "\ufeff\n \n"])
-@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.json"])
-def test_a_file_without_a_sentence_is_named(name: str, content: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    with fails_with(CorpusTooSmallError, f"{tmp_path / name} contains no sentence"):
-        rows(tmp_path / name)
 
 
 def test_files_are_read_in_the_order_of_their_paths_and_names(tmp_path: Path) -> None:

@@ -247,34 +247,6 @@ def test_a_broken_download_of_beir_is_resumed_and_has_the_queries_that_are_judge
     assert not found.warnings and len(collect(tmp_path, ["retrieval"], []).tasks) == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "kind", "named"),
-    [
-        (None, DownloadError, "404"),
-        (b"PK no archive", DownloadError, "damaged archive"),
-        (zipped(BEIR)[:-30], DownloadError, "damaged archive"),
-        (zipped({"../../outside.txt": "x"}), DownloadError, "outside its folder"),
-        (zipped({"/tmp/outside.txt": "x"}), DownloadError, "outside its folder"),
-        (zipped({"..\\outside.txt": "x"}), DownloadError, "outside its folder"),
-        (zipped({"scifact/queries.jsonl": "{}\n"}), EvaluationDataError, "no file of SentEval, GLUE or BEIR"),
-    ],
-)
-def test_wrong_downloads(
-    content: bytes | None,
-    kind: type[DistcseError],
-    named: str,
-    publisher: Publisher,
-    tmp_path: Path,
-    state: Callable[[str, bytes], None],
-    failure: Callable[..., str],
-) -> None:
-    if content is not None:
-        state("scifact.zip", content)
-    data = tmp_path / "deep" / "data"
-    assert named in failure(kind, "get", "beir:scifact", "--data", str(data), "--from", publisher.url)
-    assert not list(tmp_path.rglob("outside*")) + list(data.glob("retrieval")) + list(data.glob("downloads/.unpacked*"))
-
-
 def test_checksums_are_the_published_ones_or_those_of_the_first_download(
     publisher: Publisher, tmp_path: Path, senteval: Path, failure: Callable[..., str]
 ) -> None:
@@ -416,26 +388,49 @@ def test_files_with_other_columns_are_named(
     assert not [name for name in named if name not in line]
 
 
+WORDS = [
+    ("get beir:scifakt", EvaluationOptionError, "did you mean 'beir:scifact'?"),
+    ("get sts --from http://127.0.0.1:1/x", DownloadError, "http://127.0.0.1:1/x/senteval.tar"),
+    ("get sts --from mirror", DownloadError, "mirror/senteval.tar"),
+    ("convert nowhere", EvaluationDataError, "nowhere is not a folder"),
+    ("convert empty", EvaluationDataError, "no file of SentEval, GLUE or BEIR"),
+    ("convert half", EvaluationDataError, "sts/stsb: no STSBenchmark/sts-train.csv; name the folder"),
+]
+CONTENTS = [
+    (None, DownloadError, "404"),
+    (b"PK no archive", DownloadError, "damaged archive"),
+    (zipped(BEIR)[:-30], DownloadError, "damaged archive"),
+    *(
+        (zipped({name: "x"}), DownloadError, "outside its folder")
+        for name in ("../../outside.txt", "/tmp/outside.txt", "..\\outside.txt")
+    ),
+    (zipped({"scifact/queries.jsonl": "{}\n"}), EvaluationDataError, "no file of SentEval, GLUE or BEIR"),
+]
+
+
 @pytest.mark.parametrize(
-    ("words", "kind", "named"),
+    ("words", "content", "kind", "named"),
     [
-        ("get beir:scifakt", EvaluationOptionError, "did you mean 'beir:scifact'?"),
-        ("get sts --from http://127.0.0.1:1/x", DownloadError, "http://127.0.0.1:1/x/senteval.tar"),
-        ("get sts --from mirror", DownloadError, "mirror/senteval.tar"),
-        ("convert nowhere", EvaluationDataError, "nowhere is not a folder"),
-        ("convert empty", EvaluationDataError, "no file of SentEval, GLUE or BEIR"),
-        ("convert half", EvaluationDataError, "sts/stsb: no STSBenchmark/sts-train.csv; name the folder"),
+        *((words, None, kind, named) for words, kind, named in WORDS),
+        *(("get beir:scifact --from {url}", *wrong) for wrong in CONTENTS),
     ],
 )
-def test_wrong_words(
+def test_wrong_words_and_wrong_downloads(
     words: str,
+    content: bytes | None,
     kind: type[DistcseError],
     named: str,
+    publisher: Publisher,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    state: Callable[[str, bytes], None],
     failure: Callable[..., str],
 ) -> None:
+    if content is not None:
+        state("scifact.zip", content)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "half" / "STSBenchmark" / "sts-dev.csv", ["a\tb\tc\td\t1\te\tf"])
-    assert named in failure(kind, *words.split())
+    data = tmp_path / "deep" / "data"
+    assert named in failure(kind, *words.format(url=publisher.url).split(), "--data", str(data))
+    assert not list(tmp_path.rglob("outside*")) + list(data.glob("retrieval")) + list(data.glob("downloads/.unpacked*"))

@@ -49,7 +49,7 @@ from distcse.storage import open_store
 from distcse.text import Corpus, Excluded
 from tests.backends import run, run_mutual
 from tests.failures import fails_with
-from tests.labelled import scored
+from tests.labelled import scored, write_retrieval
 from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., Recipe]
@@ -92,19 +92,6 @@ def test_the_score_of_two_dev_sets_is_the_mean_of_their_correlations(both: Path,
     assert dev.first == each[0].first + each[1].first and dev.gold == each[0].gold + each[1].gold
 
 
-def test_its_sentences_are_excluded_from_the_corpus_on_request(
-    recipe_with: MakeRecipe, both: Path, sentences: list[str]
-) -> None:
-    def texts(dev: str) -> set[str]:
-        overrides = ("corpus.exclude_evaluation=true", f"evaluation.data={both}", f"evaluation.dev={dev}")
-        corpus = read_corpus(recipe_with(*overrides), Reporter())
-        return set(corpus.texts(range(len(corpus))))
-
-    trial = LabelledDev.read(both, "sickr")
-    met = texts("stsb") & {*trial.first, *trial.second}
-    assert met and not met & texts("stsb_sickr")
-
-
 def test_a_missing_dev_set_is_named(recipe_with: MakeRecipe, labelled: Path) -> None:
     with fails_with(EvaluationDataError, "SICK-R trial", "trial.tsv.gz"):
         read_dev(recipe_with(f"evaluation.data={labelled}", "evaluation.dev=stsb_sickr"))
@@ -123,16 +110,6 @@ def write_triplets(file: Path, sentences: list[str], model: VectorModel) -> None
     file.write_text("\n".join(lines))
 
 
-def write_retrieval(folder: Path, sentences: list[str]) -> None:
-    folder.mkdir()
-    rows = [json.dumps({"id": f"d{row}", "text": text}) for row, text in enumerate(sentences[:60])]
-    (folder / "corpus.jsonl").write_text("\n".join(rows))
-    rows = [json.dumps({"id": f"q{row}", "text": text}) for row, text in enumerate(sentences[60:75])]
-    (folder / "queries.jsonl").write_text("\n".join(rows))
-    rows = [json.dumps({"query_id": f"q{row}", "corpus_id": f"d{3 * row}"}) for row in range(15)]
-    (folder / "relevant.jsonl").write_text("\n".join(rows))
-
-
 @pytest.fixture
 def own(tmp_path: Path, sentences: list[str], model: VectorModel) -> dict[str, Path]:
     """Dev sets of the user's, by the name of their scores' measure."""
@@ -142,7 +119,7 @@ def own(tmp_path: Path, sentences: list[str], model: VectorModel) -> dict[str, P
     (folder / "pairs.tsv").write_text(scored(sentences, 60, 4))
     lines = [f"{row % 2}\t{sentences[row]}\t{sentences[row + 90]}" for row in range(40)]
     (folder / "labels.tsv").write_text("\n".join(["label\tsentence1\tsentence2", *lines]))
-    write_retrieval(folder / "search", sentences)
+    write_retrieval(folder / "search", sentences[60:75], sentences[:60])
     files = {"accuracy": "triplets.tsv", "Spearman": "pairs.tsv", "AUC": "labels.tsv", "NDCG@10": "search"}
     return {measure: folder / name for measure, name in files.items()}
 
@@ -164,23 +141,19 @@ def test_a_student_is_selected_by_its_dev_set(
     assert len(scores) == 3 and max(scores) == pytest.approx(best, abs=1e-3)
 
 
-@pytest.mark.parametrize("measure", ["Spearman", "AUC"])
-def test_pairs_of_the_user_are_scored_by_the_column_that_they_have(
-    own: dict[str, Path], measure: str, model: VectorModel
-) -> None:
-    dev, table = CustomDev.read(own[measure]), read_table(own[measure])
-    predicted = model.similarities(table.texts("sentence1"), table.texts("sentence2"))
-    if measure == "Spearman":
-        expected = spearmanr(predicted, table.numbers("score")).statistic
-    else:
-        expected = roc_auc_score(table.binary("label"), predicted)
-    assert dev.name == f"own {own[measure].stem}, {measure}" and dev.score(model) == pytest.approx(100 * expected)
-
-
-def test_the_accuracy_of_triplets_is_the_share_of_nearer_positives(own: dict[str, Path], model: VectorModel) -> None:
-    dev = CustomDev.read(own["accuracy"])
-    assert dev.score(model) == pytest.approx(75)
-    assert len(dev.first) == len(dev.second) == 80 and dev.gold == [1.0] * 40 + [0.0] * 40
+def test_a_file_of_the_user_is_scored_by_the_columns_that_it_has(own: dict[str, Path], model: VectorModel) -> None:
+    """The accuracy of triplets is the share of nearer positives."""
+    table = read_table(own["Spearman"])
+    cosines = model.similarities(table.texts("sentence1"), table.texts("sentence2"))
+    expected = {"accuracy": 0.75, "Spearman": spearmanr(cosines, table.numbers("score")).statistic}
+    table = read_table(own["AUC"])
+    cosines = model.similarities(table.texts("sentence1"), table.texts("sentence2"))
+    expected["AUC"] = roc_auc_score(table.binary("label"), cosines)
+    for measure, score in expected.items():
+        dev = CustomDev.read(own[measure])
+        assert dev.name == f"own {own[measure].stem}, {measure}" and dev.score(model) == pytest.approx(100 * score)
+    triplets = CustomDev.read(own["accuracy"])
+    assert len(triplets.first) == len(triplets.second) == 80 and triplets.gold == [1.0] * 40 + [0.0] * 40
 
 
 @pytest.mark.parametrize("dev", ["dev", "Validation", None])
@@ -209,10 +182,9 @@ def test_of_a_file_with_splits_only_the_dev_rows_are_read(tmp_path: Path, dev: s
             CustomDev.read(tmp_path / "s.tsv")
 
 
-def test_a_changed_document_changes_the_fingerprint(own: dict[str, Path]) -> None:
-    before, file = CustomDev.read(own["NDCG@10"]).fingerprint, own["NDCG@10"] / "corpus.jsonl"
-    rows = file.read_text().splitlines()
-    file.write_text("\n".join([*rows[:-1], json.dumps({"id": "d59", "text": "another one"})]))
+def test_a_changed_document_changes_the_fingerprint(own: dict[str, Path], sentences: list[str]) -> None:
+    before, file = CustomDev.read(own["NDCG@10"]).fingerprint, own["NDCG@10"] / "corpus.tsv"
+    file.write_text(file.read_text().replace(sentences[59], "another one"))
     assert CustomDev.read(own["NDCG@10"]).fingerprint != before
 
 
@@ -317,12 +289,14 @@ def test_groups_inherit_what_their_starts_were_trained_on(
 
 
 @pytest.mark.parametrize("is_excluded", [False, True])
-def test_a_dev_file_of_yours_is_counted_and_excluded_as_other_labelled_sets(
-    recipe_with: MakeRecipe, sentences: list[str], tmp_path: Path, is_excluded: bool
+@pytest.mark.parametrize("is_published", [False, True])
+def test_dev_sets_are_counted_and_excluded_as_other_labelled_sets(
+    recipe_with: MakeRecipe, sentences: list[str], both: Path, tmp_path: Path, is_published: bool, is_excluded: bool
 ) -> None:
     (tmp_path / "dev.tsv").write_text(scored(sentences, 20, 4))
     recipe = recipe_with(
-        f"evaluation.dev={tmp_path}/dev.tsv",
+        f"evaluation.dev={'stsb_sickr' if is_published else tmp_path / 'dev.tsv'}",
+        f"evaluation.data={both if is_published else 'null'}",
         f"corpus.exclude_evaluation={str(is_excluded).lower()}",
         "evaluation.num_heldout=3",
     )
@@ -332,7 +306,8 @@ def test_a_dev_file_of_yours_is_counted_and_excluded_as_other_labelled_sets(
     found = contamination_of(recipe, corpus, Tasks(), Reporter(events.append))
     share = found.overlap_of([*dev.first, *dev.second])
     assert share is not None and (share > 0.8) != is_excluded and (share > 0) != is_excluded
-    assert corpus.excluded_rows == (len({*dev.first, *dev.second}) if is_excluded else 0)
+    assert bool({*dev.first, *dev.second} & {*corpus.texts(range(len(corpus)))}) != is_excluded
+    assert is_published or corpus.excluded_rows == (len({*dev.first, *dev.second}) if is_excluded else 0)
     (event,) = events
     assert isinstance(event, StageProgress) and "compared with 1 labeled set" in event.note
     assert ("exactly" in event.note and "corpus.exclude_evaluation" in event.note) != is_excluded

@@ -20,6 +20,7 @@ from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual.phase_store import Phase
 from distcse.runs.result import Best, MutualResult
 from tests.backends import run
+from tests.labelled import write_retrieval
 from tests.pairs import make_mutual_recipe
 
 SHORT = ("training.max_steps=2", "evaluation.eval_steps=2", "evaluation.final_suites=[agreement]")
@@ -92,14 +93,8 @@ def test_a_run_is_compared_with_its_best_teacher(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     data, texts = tmp_path / "data", list(dict.fromkeys(sentences))[:200]
-    (data / "retrieval" / "find").mkdir(parents=True)
+    write_retrieval(data / "retrieval" / "find", [f"{text[:-1]}, they say." for text in texts[:40]], texts)
     (data / "sts").symlink_to(labelled / "sts")
-    for name, header, rows in (
-        ("queries", "id\ttext", [f"q{number}\t{text[:-1]}, they say." for number, text in enumerate(texts[:40])]),
-        ("corpus", "id\ttext", [f"d{number}\t{text}" for number, text in enumerate(texts)]),
-        ("relevant", "query_id\tcorpus_id", [f"q{number}\td{number}" for number in range(40)]),
-    ):
-        (data / "retrieval" / "find" / f"{name}.tsv").write_text("\n".join([header, *rows]))
     changes = ("training.max_steps=1", "evaluation.dev=none", f"evaluation.data={data}")
     for suites, measure in (("retrieval", "ndcg@10"), ("sts,retrieval", "ndcg@10"), ("sts", "all")):
         evaluation = run(recipe_with(*changes, f"evaluation.final_suites=[{suites}]"), Reporter()).evaluation

@@ -48,15 +48,27 @@ from distcse.evaluation import (
 )
 from distcse.evaluation.bootstrap import PearsonOf
 from distcse.evaluation.evaluation import TIMED_TEXTS, measure_speed
-from distcse.evaluation.tasks.agreement import MAX_TEXTS, nearest
+from distcse.evaluation.tasks.agreement import MAX_TEXTS
 from distcse.events import Event, StageProgress
 from distcse.models import Encoder
 from distcse.report.progress import JsonView
 from distcse.report.verdict import verdict
 from tests.commands import command
 from tests.failures import fails_with
+from tests.labelled import write_retrieval
 
 main = command("evaluate")
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str, Any]]]:
+    """Runs the command with --json; returns what it prints."""
+
+    def run(*words: str) -> list[dict[str, Any]]:
+        assert main([*words, "--json"]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -156,13 +168,12 @@ def test_a_prompt_is_for_all_models_or_for_one_and_its_runs(typed: list[str], on
 
 
 def test_prompts_are_put_before_the_sentences_of_their_models(
-    labelled: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    labelled: Path, tiny: Callable[..., Path], printed: Callable[..., list[dict[str, Any]]]
 ) -> None:
     arguments = [f"one={tiny()}", f"two={tiny('bert', width=64)}", "--data", str(labelled), "--suite", "sts"]
 
     def scores(*prompts: str) -> dict[str, float]:
-        assert main([*arguments, "--pooling", "mean", "--precision", "fp32", "--json", *prompts]) == 0
-        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        lines = printed(*arguments, "--pooling", "mean", "--precision", "fp32", *prompts)
         values: dict[str, float] = next(line["values"] for line in lines if line.get("set") == "STS-B")
         return values
 
@@ -247,29 +258,21 @@ def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callabl
     [
         ("nowhere --add sts={data}/sts/stsb/test.tsv.gz", ModelNotFoundError, "nowhere"),
         ("{tiny} --data {data}/nowhere", EvaluationDataError, "{data}/nowhere"),
-        ("{tiny} --data {data}", EncoderSettingError, "pooling"),
-        ("a={tiny} a={tiny} --data {data}", EvaluationOptionError, "name a"),
-        (
-            "ab={tiny} b={tiny} --data {data} --against a",
-            EvaluationOptionError,
-            "did you mean 'ab'?; the models are ab, b",
-        ),
-        ("{tiny} --data {data} --out /proc/no", EvaluationResultError, "/proc/no"),
-        ("{tiny} --data {data} --pooling mean --max-mb 0", EvaluationOptionError, "above 0"),
-        ("{tiny} --data {data} --pooling mean --max-ms nan", EvaluationOptionError, "above 0"),
-        ("{tiny} --data {data} --pooling mean --suite geometry --max-ms 9", EvaluationOptionError, "--suite sts,"),
-        ("m={tiny} --data {data} --pooling mean --documents m={tiny}", EvaluationOptionError, "--add retrieval=FOLDER"),
-        ("m={tiny} --data {data} --pooling mean --quantize int8", EvaluationOptionError, "--add retrieval=FOLDER"),
-        (
-            "m={tiny} --data {data} --pooling mean --suite retrieval --dimensions 32",
-            EvaluationOptionError,
-            "more than 32",
-        ),
-        ("m={tiny} --data {data} --pooling mean --dimensions 0", EvaluationOptionError, "above 0"),
-        ("two={tiny} --data {data} --pooling mean --prompt tow=x", EvaluationOptionError, "did you mean 'two'"),
-        ("m={tiny} --data {data} --pooling mean --prompt m=x --prompt m=y", EvaluationOptionError, "two prompts"),
-        ("m={tiny} --data {data} --pooling mean --prompt x --prompt y", EvaluationOptionError, "all models"),
-        ("m={cross} --data {data} --prompt m=x", EvaluationOptionError, "cross-encoder, which reads texts without"),
+        ("{tiny}", EncoderSettingError, "pooling"),
+        ("a={tiny} a={tiny}", EvaluationOptionError, "name a"),
+        ("ab={tiny} b={tiny} --against a", EvaluationOptionError, "did you mean 'ab'?; the models are ab, b"),
+        ("{tiny} --out /proc/no", EvaluationResultError, "/proc/no"),
+        ("{mean} --max-mb 0", EvaluationOptionError, "above 0"),
+        ("{mean} --max-ms nan", EvaluationOptionError, "above 0"),
+        ("{mean} --suite geometry --max-ms 9", EvaluationOptionError, "--suite sts,"),
+        ("{mean} --documents m={tiny}", EvaluationOptionError, "--add retrieval=FOLDER"),
+        ("{mean} --quantize int8", EvaluationOptionError, "--add retrieval=FOLDER"),
+        ("{mean} --suite retrieval --dimensions 32", EvaluationOptionError, "more than 32"),
+        ("{mean} --dimensions 0", EvaluationOptionError, "above 0"),
+        ("{mean} two={tiny} --prompt tow=x", EvaluationOptionError, "did you mean 'two'"),
+        ("{mean} --prompt m=x --prompt m=y", EvaluationOptionError, "two prompts"),
+        ("{mean} --prompt x --prompt y", EvaluationOptionError, "all models"),
+        ("m={cross} --prompt m=x", EvaluationOptionError, "cross-encoder, which reads texts without"),
     ],
 )
 def test_errors_are_one_line_with_a_code(
@@ -281,8 +284,10 @@ def test_errors_are_one_line_with_a_code(
     tiny_cross: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [word.format(data=labelled, tiny=tiny(), cross=tiny_cross) for word in arguments.split()]
-    assert main(words) == (2 if error is EncoderSettingError else 1)
+    places = {"data": labelled, "tiny": tiny(), "cross": tiny_cross, "mean": f"--pooling mean m={tiny()}"}
+    assert main(["--data", str(labelled), *arguments.format(**places).split()]) == (
+        2 if error is EncoderSettingError else 1
+    )
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: ")]
     assert len(lines) == 1 and f"[{error.code}]" in lines[0] and named.format(data=labelled) in lines[0]
 
@@ -325,15 +330,6 @@ def test_the_choice_has_the_best_score_among_the_models_that_keep_the_limits(eva
     nothing = Choice.of(with_needs(needs, {"wide": 70.0, "cross": math.nan}), Limits(1.5))
     assert nothing is not None and nothing.model is None
     assert str(nothing).endswith("the fastest takes 2.0 ms, the smallest has 9.0 MB"), "of the models with a score"
-
-
-def write_retrieval(folder: Path, queries: Sequence[str], documents: Sequence[str]) -> None:
-    """Write a set whose n-th document is relevant to the n-th query."""
-    for name, start, texts in (("queries", "q", queries), ("corpus", "d", documents)):
-        rows = [f"{start}{number}\t{text}\n" for number, text in enumerate(texts)]
-        (folder / f"{name}.tsv").write_text("id\ttext\n" + "".join(rows))
-    pairs = [f"q{number}\td{number}\n" for number in range(len(queries))]
-    (folder / "relevant.tsv").write_text("query_id\tcorpus_id\n" + "".join(pairs))
 
 
 def test_documents_are_ranked_by_the_document_models_vectors(
@@ -428,17 +424,9 @@ def test_the_scores_are_those_of_a_direct_computation(
     assert found["pearson"] == {"student": pytest.approx(100 * pearsonr(ours, theirs).statistic, abs=1e-3)}
     assert found["spearman"] == {"student": pytest.approx(100 * spearmanr(ours, theirs).statistic, abs=1e-2)}
     for number in (1, 10):
-        one, other = ([set(row[:number]) for row in nearest(each, 10).tolist()] for each in vectors)
+        one, other = ([set(row[1 : 1 + number]) for row in np.argsort(-each @ each.T).tolist()] for each in vectors)
         shared = np.mean([len(a & b) / number for a, b in zip(one, other, strict=True)])
         assert found[f"kept@{number}"] == {"student": pytest.approx(100 * shared)}
-
-
-def test_neighbors_are_those_of_a_sort(sentences: list[str]) -> None:
-    vectors = np.random.default_rng(0).standard_normal((30, 5)).astype(np.float32)
-    found = nearest(vectors, 4)
-    for row in range(30):
-        others = [other for other in range(30) if other != row]
-        assert found[row].tolist() == sorted(others, key=lambda other: -float(vectors[row] @ vectors[other]))[:4]
 
 
 def test_one_command_shows_agreement_size_and_speed(
@@ -459,6 +447,9 @@ def test_one_command_shows_agreement_size_and_speed(
     shown = capsys.readouterr().out
     assert "Agreement on texts, texts.txt, with teacher" in shown and "sentences/s" in shown and "kept@k: %" in shown
     assert "difference from" not in shown  # the teacher has no row
+    assert main(arguments[1:]) == 0
+    alone = capsys.readouterr().out
+    assert "Size and speed" in alone and "Agreement" not in alone
     kept, size = (
         next(e for e in events if e.get("measure") == "kept@10")["values"]["student"],
         sizes["student"]["size_bytes"],
@@ -503,14 +494,6 @@ def test_the_reference_can_be_chosen(texts: Path, tiny: Callable[..., Path]) -> 
     choice = Choice.of(measured.evaluation, Limits(mb=sizes["teacher"]))
     assert sizes["teacher"] < sizes["student"]
     assert choice is not None and choice.model is not None and choice.model.name == "teacher"
-
-
-def test_one_model_alone_has_size_and_speed(
-    texts: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tiny()), "--texts", str(texts), "--pooling", "mean"]) == 0
-    shown = capsys.readouterr().out
-    assert "Size and speed" in shown and "Agreement" not in shown
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, tiny: Callable[..., Path]) -> None:

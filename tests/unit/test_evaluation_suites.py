@@ -17,7 +17,6 @@ import pytest
 from numpy.typing import NDArray
 
 from distcse.errors import (
-    DistcseError,
     EvaluationDataError,
     EvaluationFormatError,
     EvaluationOptionError,
@@ -106,13 +105,6 @@ def test_contamination_is_marked_in_tables_of_published_and_custom_sets(
     assert result.overlap_fraction(scores["mine"], "model") == 0.9
 
 
-def test_custom_sets_need_no_data_folder(tmp_path: Path, sentences: list[str]) -> None:
-    (tmp_path / "mine.tsv").write_text(scored(sentences, 60, 5))
-    custom = [CustomSet.parse(f"{suite}={tmp_path / 'mine.tsv'}") for suite in ("sts", "ranking", "geometry")]
-    tasks = collect(None, [], custom)
-    assert [task.name for task in tasks.tasks] == ["mine"] * 3 and tasks.missing == []
-
-
 def test_the_pooling_option_applies_to_folders_without_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
     Encoder.load(tiny(), pooling="mean").save(tmp_path / "with-pooling")
     folders = (tmp_path / "with-pooling", tiny())
@@ -158,41 +150,29 @@ def test_names_that_cannot_be_parsed(parse: Callable[[Any], object], text: Any, 
         parse(text)
 
 
-@pytest.mark.parametrize(
-    ("data", "sets", "error", "named"),
-    [
-        ("", [], EvaluationOptionError, ["--data", "STS12: no "]),
-        ("nowhere", [], EvaluationDataError, ["nowhere"]),
-        (
-            None,
-            ["sts={}/a/set.tsv", "sts={}/b/set.tsv"],
-            EvaluationOptionError,
-            ["suite sts", "name set", "--add SUITE:"],
-        ),
-        # A classifier could train on test rows.
-        (None, ["transfer={}/folds"], EvaluationFormatError, ["folds", "all.tsv"]),
-    ],
-)
-def test_sets_that_cannot_be_collected(
-    data: str | None, sets: list[str], error: type[DistcseError], named: list[str], tmp_path: Path, sentences: list[str]
-) -> None:
+def test_sets_that_cannot_be_collected(tmp_path: Path, sentences: list[str]) -> None:
     labels = "\n".join(["label\ttext", *(f"{number % 2}\t{text}" for number, text in enumerate(sentences[:60]))])
-    for name, text in (
-        *((f"{folder}/set.tsv", scored(sentences, 20)) for folder in ("a", "b")),
-        *((f"folds/{split}.tsv", labels) for split in ("all", "train", "test")),
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    custom = [CustomSet.parse(text.format(tmp_path)) for text in sets]
-    with fails_with(error, *named):
-        collect(None if data is None else tmp_path / data, parse_suites(["sts"]), custom)
+    for folder in ("a", "b", "folds"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "set.tsv").write_text(scored(sentences, 20))
+    for split in ("all", "train", "test"):
+        (tmp_path / "folds" / f"{split}.tsv").write_text(labels)
+    equal = [CustomSet.parse(f"sts={tmp_path}/{folder}/set.tsv") for folder in ("a", "b")]
+    with fails_with(EvaluationOptionError, "--data", "STS12: no "):
+        collect(tmp_path, ["sts"], [])
+    with fails_with(EvaluationDataError, "nowhere"):
+        collect(tmp_path / "nowhere", ["sts"], [])
+    with fails_with(EvaluationOptionError, "suite sts", "name set", "--add SUITE:"):
+        collect(None, ["sts"], equal)
+    with fails_with(EvaluationFormatError, "folds", "all.tsv"):  # a classifier could train on test rows
+        collect(None, [], [CustomSet.parse(f"transfer={tmp_path}/folds")])
 
 
 SCORED, LABELLED = "score\tsentence1\tsentence2\n", "label\tsentence1\tsentence2\n"
 ROWS = [("1.5", "A cat.", "A dog"), ("4", "", 'He said "no".')]
 
 
-@pytest.mark.parametrize("kind", [".tsv", ".tsv.gz", ".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("kind", [".tsv", ".windows.tsv", ".tsv.gz", ".jsonl", ".jsonl.gz", ".parquet"])
 def test_all_formats_are_read_alike(tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"set{kind}"
     objects = [dict(zip(SCORED.split(), row, strict=True)) for row in ROWS]
@@ -201,18 +181,13 @@ def test_all_formats_are_read_alike(tmp_path: Path, kind: str) -> None:
     else:
         lines = [json.dumps(o) for o in objects] if "jsonl" in kind else [SCORED.rstrip(), *map("\t".join, ROWS)]
         content = "\n".join(lines).encode()
+        if "windows" in kind:  # with a byte order mark and Windows line ends
+            content = "\r\n".join(["\ufeff" + lines[0], *lines[1:], "", ""]).encode()
         file.write_bytes(gzip.compress(content) if kind.endswith(".gz") else content)
     table = read_table(file)
     assert table.texts("sentence1") == ["A cat.", "."]  # SentEval's text for an empty sentence
     assert table.texts("sentence2") == ["A dog", 'He said "no".']
     np.testing.assert_array_equal(table.numbers("score"), [1.5, 4.0])
-
-
-def test_byte_order_marks_and_windows_line_ends_are_ignored(tmp_path: Path) -> None:
-    file = tmp_path / "set.tsv"
-    file.write_bytes("\ufeffscore\tsentence1\tsentence2\r\n1\tä\tb\r\n2\tc\td\r\n\r\n".encode())
-    table = read_table(file)
-    assert table.texts("sentence1") == ["ä", "c"] and table.texts("sentence2") == ["b", "d"]
 
 
 @pytest.mark.parametrize(
@@ -276,8 +251,9 @@ def test_transfer_sets_with_pairs_and_a_test_split(tmp_path: Path) -> None:
     vectors = {f"word {n}": row for n, row in enumerate(generator.normal(size=(40, 12)))}
     model = VectorModel(lambda requested: np.array([vectors[text] for text in requested], dtype=np.float32))
     for has_dev in (True, False):
-        (task,) = collect(None, [], [CustomSet.parse(f"transfer:Same={tmp_path}")]).tasks
-        assert task.name == "Same" and task.measure(model).scores["accuracy"].value > 95, has_dev
+        tasks = collect(None, [], [CustomSet.parse(f"transfer:Same={tmp_path}")])
+        (task,) = tasks.tasks
+        assert not tasks.missing and task.name == "Same" and task.measure(model).scores["accuracy"].value > 95, has_dev
         (tmp_path / "dev.tsv").unlink(missing_ok=True)
         for split in ("train", "test"):  # the second time, both sentences have other names
             (tmp_path / f"{split}.tsv").write_text(

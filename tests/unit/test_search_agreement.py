@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from distcse.evaluation.tasks.agreement import search_agreement
 from distcse.events import Reporter
 from distcse.models import Encoder
-from distcse.recipe import Recipe, load_recipe
+from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.agreement import AgreementRows
 from distcse.runs.distillation.corpus import prepare_tables, read_corpus
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 from tests.backends import run
+from tests.jobs import make_recipe
 
 PROMPTS = {"query": "query: ", "document": "passage: "}
 
@@ -54,23 +55,18 @@ def make(tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]) -> Cal
     def made(*roles: str, **evaluation: Any) -> Recipe:
         names = ("queries", "documents")
         sources = [{"path": f"{tmp_path}/{n}.txt", "role": role} for n, role in zip(names, roles, strict=True)]
-        encoder = {"pooling": "mean", "max_length": 16, "prompts": PROMPTS}
-        document = {
-            "corpus": {"sources": sources},
-            "student": {"backbone": str(tiny("bert")), **encoder, "projection": "none", "dropout": 0.0},
-            "teachers": {
-                "encoders": [
-                    {"backbone": str(tiny(kind)), **encoder, "alpha": alpha, "precision": "fp32"}
-                    for alpha, kind in ((1.0, "bert"), (2.0, "minilm"))
-                ]
-            },
-            "objective": {"info_nce": None, "consistency": None, "rank": None, "regression": {}},
-            "training": {"batch_size": 16, "max_steps": 4, "lr": 1e-3, "workers": 0, "engine": "torch"},
-            "evaluation": {"num_heldout": 60, "eval_steps": 2, "precision": "fp32", **evaluation},
-            "storage": {"runs": str(tmp_path / "runs"), "cache": str(tmp_path / "cache")},
-        }
-        (tmp_path / "recipe.yaml").write_text(json.dumps(document))
-        return load_recipe(str(tmp_path / "recipe.yaml"))
+        encoders = ("student", "teachers.encoders.0", "teachers.encoders.1")
+        return make_recipe(
+            *(tmp_path, tiny("bert"), [tiny("bert"), tiny("minilm")], []),
+            *(f"{encoder}.prompts={json.dumps(PROMPTS)}" for encoder in encoders),
+            *(f"evaluation.{key}={json.dumps(value)}" for key, value in {"num_heldout": 60, **evaluation}.items()),
+            f"corpus={json.dumps({'sources': sources})}",
+            "student.dropout=0.0",
+            "student.projection=none",
+            "objective={rank: null, info_nce: null, consistency: null, regression: {}}",
+            "training.max_steps=4",
+            "evaluation.eval_steps=2",
+        )
 
     return made
 

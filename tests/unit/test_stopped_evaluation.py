@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,8 +169,8 @@ def test_an_evaluation_of_groups_continues_after_a_stop(groups: MutualRecipe) ->
     assert values_of(done.evaluation) == values_of(undisturbed.evaluation)
 
 
-def results() -> Iterator[object]:
-    scores = {
+def test_results_are_stored_exactly() -> None:
+    scores: dict[str, Any] = {
         "mean": MeanOf(np.array([0.1, 1 / 3]), "pairs"),
         "spearman": SpearmanOf(np.array([0.1, 0.7], np.float32), np.array([1.0, 2.0]), "pairs"),
         "area": AucOf(np.array([0.1, 0.7]), np.array([0, 1]), "pairs"),
@@ -179,18 +179,13 @@ def results() -> Iterator[object]:
     }
     info = ModelInfo("student", "here", "bi-encoder", "mean", 32, 5, 0.1, {"sts/STS-B": 0.5})
     details = {"vectors": np.eye(3, dtype=np.float32), "bins": [1, 2.5, None], "count": np.int64(3)}
-    yield ModelResults(info, "cpu", {("sts", "STS-B"): TaskResult(scores, details)})
-    yield RecordedScores({("one", "other"): 0.1})
-
-
-def test_results_are_stored_exactly() -> None:
-    for result in results():
+    model = ModelResults(info, "cpu", {("sts", "STS-B"): TaskResult(scores, details)})
+    for result in (RecordedScores({("one", "other"): 0.1}), model):
         stored = json.loads(json.dumps(encode_result(result)))
-        assert encode_result(decode_result(stored)) == stored
-        assert type(decode_result(stored)) is type(result)
-    stored = decode_result(json.loads(json.dumps(encode_result(next(iter(results()))))))
-    found = stored.results["sts", "STS-B"]
-    assert found.scores["mean"].value == next(iter(results())).results["sts", "STS-B"].scores["mean"].value  # type: ignore[attr-defined]
+        decoded = decode_result(stored)
+        assert encode_result(decoded) == stored and type(decoded) is type(result)
+    found = decoded.results["sts", "STS-B"]
+    assert found.scores["mean"].value == scores["mean"].value
     assert found.scores["average"].parts[1].values.dtype == bool
     assert np.array_equal(found.details["vectors"], np.eye(3)) and found.details["vectors"].dtype == np.float32
     with pytest.raises(TypeError, match="Reporter"):
