@@ -304,7 +304,8 @@ def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, reporter: 
     texts = reporter.follow((text for chunk in chunks for text in chunk), "contamination")
     contamination = measure_contamination(recipe, texts, [task.sentences() for task in labelled.tasks])
     if number := len(contamination.overlap):
-        note = f"compared with {number} labeled sets: {contamination.describe('corpus.exclude_evaluation')}"
+        sets = "set" if number == 1 else "sets"
+        note = f"compared with {number} labeled {sets}: {contamination.describe('corpus.exclude_evaluation')}"
         reporter.emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
     return contamination
 
