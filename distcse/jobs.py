@@ -14,7 +14,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
@@ -41,6 +41,8 @@ from distcse.storage import is_uri, text_checksum
 
 _TIMEOUT_S = 10.0
 """Seconds for a cluster to answer the first request."""
+_SILENCE_S = 60.0
+"""Seconds without a line of a job's log after which its status is asked: a head that loses its power closes no connection."""
 _STOP_WAIT_S = "120"
 """Seconds that Ray waits for a stopped job's checkpoint, unless the cluster's `env_vars` say otherwise."""
 _INSTALL_TIMEOUT_S = 900
@@ -135,14 +137,14 @@ class Job:
 
         async def tail() -> None:
             nonlocal written
-            read = 0
-            async for text in self.cluster.client.tail_job_logs(self.id):
+            read, log = 0, self.cluster.client.tail_job_logs(self.id)
+            while (text := await asyncio.wait_for(anext(log, None), _SILENCE_S)) is not None:
                 write(text[max(0, written - read) :])
                 read += len(text)
                 written = max(written, read)
 
         while True:
-            with self.cluster.asked(self.id):
+            with self.cluster.asked(self.id), suppress(TimeoutError):
                 asyncio.run(tail())
             if self.status() not in _ONGOING:
                 return

@@ -120,7 +120,9 @@ class CustomDev:
         if os.path.isdir(path):
             return cls._of_retrieval(path.name, RetrievalDataset.read(path))
         every = read_table(path)
-        table, name = every.of_split("dev"), f"{path.parent.name} {path.name.split('.')[0]}"
+        table, name = every.of_split("dev"), path.name.split(".")[0]
+        if not path.parent.name.startswith("_ray_pkg_"):  # the folder of a job's files has no name of its own
+            name = f"{path.parent.name} {name}"
         if len(table) < len(every):
             name += f" ({len(table):,} rows of split dev)"
         if "score" in table.columns:
