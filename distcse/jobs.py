@@ -14,7 +14,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import distribution
 from pathlib import Path
@@ -144,8 +144,12 @@ class Job:
                 written = max(written, read)
 
         while True:
-            with self.cluster.asked(self.id), suppress(TimeoutError):
-                asyncio.run(tail())
+            with self.cluster.asked(self.id):
+                try:
+                    asyncio.run(tail())
+                except (TimeoutError, RuntimeError) as error:  # by the head's end or a proxy: the status says which
+                    if isinstance(error, RuntimeError) and "closed unexpectedly" not in str(error):
+                        raise
             if self.status() not in _ONGOING:
                 return
             time.sleep(1)

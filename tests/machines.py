@@ -27,6 +27,8 @@ from tests.conftest import ROOT
 RAY = str(Path(sys.executable).with_name("ray"))
 _NET = f"10.{os.getpid() % 200 + 20}.77"
 _PORT, _DASHBOARD = 6379, 8265
+HOST = f"{_NET}.254"
+"""This host's address in the machines' network."""
 _FAKE_HEAD = "f" * 51 + "00000"
 """Id of the head of a cluster with Ray's fake autoscaler."""
 _LIST_ACTORS = """
@@ -61,6 +63,13 @@ class Machine:
     inside: int
     """Process id, in the host's namespace, of its first process; all other processes of the machine end with it."""
     environment: Mapping[str, str]
+    link: str
+    """The host's end of its network cable."""
+
+    @property
+    def dashboard(self) -> str:
+        """Address of the job service, on the head."""
+        return f"http://{self.address}:{_DASHBOARD}"
 
     def train(self, *arguments: str | Path) -> Path:
         """Train on the cluster, and return the run's folder."""
@@ -82,6 +91,10 @@ class Machine:
             env={**self.environment, "RAY_ADDRESS": f"{_NET}.1:{_PORT}", **environment},
             cwd=ROOT,
         )
+
+    def unplug(self) -> None:
+        """Cut it from the network; no connection is closed."""
+        _run("ip", "link", "set", self.link, "down")
 
     def cut_power(self) -> None:
         """Kill every process on the machine."""
@@ -147,11 +160,12 @@ def machines(
         _run("ip", "link", "add", bridge, "type", "bridge")
         stack.callback(_run, "ip", "link", "del", bridge)
         _run("ip", "link", "set", bridge, "up")
+        _run("ip", "addr", "add", f"{HOST}/24", "dev", bridge)
         running: list[Machine] = []
         for number, options in enumerate(nodes, start=1):
             address = f"{_NET}.{number}"
             joins = (
-                ["--head", f"--port={_PORT}", f"--dashboard-port={_DASHBOARD}", "--dashboard-host=127.0.0.1"]
+                ["--head", f"--port={_PORT}", f"--dashboard-port={_DASHBOARD}", "--dashboard-host=0.0.0.0"]
                 if number == 1
                 else [f"--address={_NET}.1:{_PORT}"]
             )
@@ -240,7 +254,7 @@ def _machine(
         _run(*within, "addr", "add", f"{address}/24", "dev", "eth0")
         _run(*within, "route", "add", "default", "dev", "eth0")
         _wait_for_ray(process, Path(log.name))
-        yield Machine(address, process, inside, environment)
+        yield Machine(address, process, inside, environment, outer)
     finally:
         if process.poll() is None:
             process.kill()  # also kills all processes in its namespace

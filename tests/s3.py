@@ -1,4 +1,4 @@
-"""A real S3-compatible server (moto's) on loopback, and a proxy in front of it that refuses requests on demand."""
+"""A real S3-compatible server (moto's), and a proxy in front of it that refuses requests on demand."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "SentinelOfTheBucket", "AWS_SECRET_ACCESS_KE
 """moto accepts any credentials; nothing that is stored or printed may contain these."""
 
 
-def environment(port: int, mirror: Path) -> dict[str, str]:
+def environment(port: int, mirror: Path, host: str = "127.0.0.1") -> dict[str, str]:
     """Environment variables to use the server at a port, with a separate folder of mirrors."""
     return {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_MAX_ATTEMPTS": "2",
@@ -80,15 +80,15 @@ def _system(port: int):  # type: ignore[no-untyped-def]
 
 
 @contextmanager
-def serving(log: Path, port: int | None = None) -> Iterator[Server]:
-    """Context manager: run the server. Skips the test if moto is not installed."""
+def serving(log: Path, port: int | None = None, host: str = "127.0.0.1") -> Iterator[Server]:
+    """Context manager: run the server, which listens at a host's addresses. Skips the test if moto is not installed."""
     import pytest
 
     pytest.importorskip("moto", reason="moto's server is not installed: pip install 'moto[s3]' flask flask-cors")
     port = port or free_port()
     environ = {**os.environ, **CREDENTIALS}
     with open(log, "wb") as out:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
     try:
         _wait(port, process)

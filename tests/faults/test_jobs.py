@@ -1,4 +1,7 @@
-"""`distcse train` as a job on a cluster started by hand: authentication, stop, resume; and by `distcse submit`."""
+"""`distcse train` as a job on clusters started by hand: authentication, stop, resume; and by `distcse submit`.
+
+Three simulated machines have separate disks, and their jobs only a bucket in common. Their user's machine is this one.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,26 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from distcse.recipe import recipe_yaml
+from distcse.events import Reporter
+from distcse.recipe import load_recipe, recipe_yaml
+from distcse.recipe.loading import read_as_written
+from tests import s3
+from tests.backends import run as run_here
 from tests.commands import TRAIN, run_command, user_environment
 from tests.conftest import ROOT
 from tests.jobs import make_recipe
+from tests.machines import HOST, Machine, ended, machines, skip_without_namespaces
+from tests.pairs import make_mutual_recipe
 from tests.ports import free_ports
+from tests.weights import assert_equal_weights
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -187,17 +200,26 @@ def test_a_missing_or_wrong_token_is_said_in_one_line(recipe_file: Path, head: d
     assert done.returncode == 0, done.stderr
 
 
-def colleague(head: dict[str, str], folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that runs distcse in a folder, with the token alone."""
+@dataclass(frozen=True)
+class Colleague:
+    """Somebody who has the token of a cluster, and runs distcse in a folder."""
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    token: str
+    folder: Path
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words)
+        return subprocess.CompletedProcess(process.args, *_ended(process))
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "distcse", *words]
-        environment = user_environment(RAY_AUTH_TOKEN=head["RAY_AUTH_TOKEN"], PYTHONPATH=str(ROOT))
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=900, env=environment, cwd=folder, check=False
-        )
+        environment = user_environment(RAY_AUTH_TOKEN=self.token, PYTHONPATH=str(ROOT))
+        return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=environment, cwd=self.folder)
 
-    return run
+
+def _ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=1800)
+    return process.returncode, out, err
 
 
 def make_work(folder: Path, tiny: Callable[..., Path], sentences: list[str], cluster: dict[str, Any]) -> None:
@@ -209,7 +231,7 @@ def make_work(folder: Path, tiny: Callable[..., Path], sentences: list[str], clu
     text = recipe_yaml(recipe).replace(f"{folder}/", "").replace(str(tiny("bert")), "models/bert")
     (folder / "mine.yaml").write_text(text.replace(str(tiny("minilm")), "models/minilm"))
     values = {"storage.runs": f"{folder.parent}/runs", "storage.cache": f"{folder.parent}/cache"}
-    (folder / "clusters.yaml").write_text(json.dumps({"here": {**cluster, "values": values}}))
+    (folder / "clusters.yaml").write_text(json.dumps({"here": {"values": values, **cluster}}))
 
 
 @pytest.mark.slow
@@ -218,7 +240,7 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_resumed_from_another_f
 ) -> None:
     cluster = {"address": head["RAY_ADDRESS"], "installs": False}
     make_work(tmp_path / "work", tiny, sentences, cluster)
-    run = colleague(head, tmp_path / "work")
+    run = Colleague(head["RAY_AUTH_TOKEN"], tmp_path / "work")
     begun = run("submit", "mine.yaml", "training.epochs=40", "training.log_every=2", "--json")
     assert begun.returncode == 0, begun.stderr
     assert "sends mine.yaml, corpus.txt, models/bert, models/minilm, " in begun.stderr and "installs  0" in begun.stderr
@@ -233,7 +255,7 @@ def test_a_submitted_run_is_stopped_with_a_checkpoint_and_resumed_from_another_f
     assert int((folder / "checkpoints" / "latest").read_text().rpartition("-")[2]) > 0
 
     (tmp_path / "work").rename(tmp_path / "elsewhere")
-    run = colleague(head, tmp_path / "elsewhere")
+    run = Colleague(head["RAY_AUTH_TOKEN"], tmp_path / "elsewhere")
     resumed = run("submit", "mine.yaml", "training.epochs=40", "training.log_every=2", "--run-id", first, "--follow")
     assert resumed.returncode in (0, 3), resumed.stdout + resumed.stderr
     assert f"run     {folder}" in resumed.stdout and (folder / "evaluation.json").exists()
@@ -271,7 +293,7 @@ def test_a_job_brings_all_that_a_head_with_ray_alone_lacks(
     subprocess.run(command, check=True)
     with started(str(python.with_name("ray")), tmp_path / "head.log") as head:
         make_work(tmp_path / "work", tiny, sentences, {"address": head["RAY_ADDRESS"], "extras": []})
-        run = colleague(head, tmp_path / "work")
+        run = Colleague(head["RAY_AUTH_TOKEN"], tmp_path / "work")
         for _ in range(2):
             done = run("submit", "mine.yaml", "training.workers=1", "training.cpus_per_worker=1", "--follow")
             assert done.returncode in (0, 3), done.stdout + done.stderr
@@ -282,3 +304,171 @@ def test_a_job_brings_all_that_a_head_with_ray_alone_lacks(
         (tmp_path / "work" / "clusters.yaml").write_text(json.dumps({"here": {**cluster, "values": values}}))
         failed = run("submit", "mine.yaml", "--follow")
         assert failed.returncode == 1 and "[DCSE-X14] job small-" in failed.stderr and "numpy==0.0.1" in failed.stderr
+
+
+@dataclass(frozen=True)
+class Site:
+    """Three machines behind a job service, of which the first is the head, and a bucket."""
+
+    nodes: list[Machine]
+    bucket: s3.Server
+    token: str
+    disk: Path
+    """Each machine's own; that of jobs' copies of the bucket."""
+
+
+@contextmanager
+def site(folder: Path, bucket: s3.Server) -> Iterator[Site]:
+    """Context manager: start three machines, which see nothing of `folder`; the head takes no work with a model."""
+    token, disk = secrets.token_hex(32), folder / "disk"
+    path = f"{Path(RAY).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {**s3.environment(bucket.port, disk, HOST), "PATH": path, "RAY_AUTH_TOKEN": token}
+    disk.mkdir(exist_ok=True)
+    with machines(
+        folder.parent, [["--num-cpus=0"], ["--num-cpus=2"], ["--num-cpus=2"]], [folder], **variables
+    ) as nodes:
+        for node in nodes:
+            ended(node.start("mkdir", disk))
+            ended(node.start("mount", "-t", "tmpfs", "tmpfs", disk))
+        yield Site(nodes, bucket, token, disk)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[s3.Server]:
+    """A bucket that machines can use."""
+    skip_without_namespaces()
+    with s3.serving(tmp_path_factory.mktemp("s3") / "log", host="0.0.0.0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def own_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this machine alone: of paths below it, the others have none."""
+    return tmp_path_factory.mktemp("site") / "own"
+
+
+def make_site_work(site: Site, folder: Path, tiny: Callable[..., Path], sentences: list[str], name: str) -> Colleague:
+    """Write a recipe of two workers into a folder that only this machine has, with the machines' address."""
+    values = {f"storage.{key}": f"s3://{s3.BUCKET}/{name}/{key}" for key in ("runs", "cache")}
+    cluster = {"address": site.nodes[0].dashboard, "installs": False, "values": values}
+    make_work(folder, tiny, sentences, cluster)
+    words = ["training.workers=2", "training.cpus_per_worker=1", "training.dropout_rng_streams=2"]
+    words += ["teachers.embedding_workers=1", "evaluation.final_suites=[]"]
+    file = folder / "mine.yaml"
+    file.write_text(recipe_yaml(read_as_written(file, words)[0]))
+    return Colleague(site.token, folder)
+
+
+@pytest.mark.slow
+def test_a_run_survives_the_loss_of_its_client_and_of_the_head(
+    store: s3.Server,
+    tiny: Callable[..., Path],
+    sentences: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The client is killed while it uploads and while it follows; the same command then begins the run, and resumes it.
+
+    Before the tests with `three`: the machines' network is there once.
+    """
+    folder = tmp_path / "own"
+    folder.mkdir()
+    words = "submit", "mine.yaml", "storage.run_id=nightly", "training.epochs=40"
+    with site(folder, store) as first:
+        run = make_site_work(first, folder / "work", tiny, sentences, "head")
+        client = run.start(*words)
+        assert client.stderr is not None and "sends mine.yaml" in client.stderr.readline()
+        client.kill()
+        client.wait()
+        assert run("jobs").stdout == "no jobs\n"
+        client = run.start(*words, "--follow")
+        deadline = time.monotonic() + 300
+        while not any(key.startswith("head/runs/nightly/checkpoints/step-0000") for key in store.stored()):
+            assert client.poll() is None and time.monotonic() < deadline
+            time.sleep(0.5)
+        client.kill()
+        client.wait()
+        (job,) = json.loads(run("jobs", "--json").stdout)["jobs"]
+        assert job["status"] == "running"
+        client = run.start("logs", job["id"], "--follow")
+        assert client.stdout is not None and client.stdout.readline()
+        first.nodes[0].unplug()
+        status, _, said = _ended(client)
+        assert status == 1 and said.startswith("distcse: [DCSE-X08] cluster here does not answer"), said
+        assert len(said.splitlines()) == 1
+    with site(folder, store) as second:
+        run = Colleague(second.token, run.folder)
+        done = run(*words, "--follow")
+        assert done.returncode == 0, done.stdout + done.stderr
+    events = [json.loads(line) for line in store.read("head/runs/nightly/events.jsonl").decode().splitlines()]
+    steps = [event["step"] for event in events if event["event"] == "StepReport"]
+    assert steps[-1] == 880, steps
+    monkeypatch.chdir(run.folder)
+    here = run_here(
+        load_recipe("mine.yaml", ["training.epochs=40", "storage.runs=runs", "storage.cache=cache"]), Reporter()
+    )
+    (tmp_path / "theirs.safetensors").write_bytes(store.read(stored_weights(store, "head/runs/nightly/model/")))
+    ours = load_file(here.directory.model / "model.safetensors")
+    assert_equal_weights(ours, load_file(tmp_path / "theirs.safetensors"))
+
+
+def stored_weights(bucket: s3.Server, folder: str) -> str:
+    """Return the key of the only model in a folder."""
+    (key,) = [key for key in bucket.stored() if key.startswith(folder) and key.endswith("/model.safetensors")]
+    return key
+
+
+@pytest.fixture(scope="module")
+def three(own_folder: Path, store: s3.Server) -> Iterator[Site]:
+    own_folder.mkdir()
+    with site(own_folder, store) as running:
+        yield running
+
+
+@pytest.mark.slow
+def test_a_sweep_and_six_groups_are_submitted_to_machines_that_share_a_bucket(
+    three: Site, own_folder: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    run = make_site_work(three, own_folder / "sweep", tiny, sentences, "sweep")
+    space = {"name": "rates", "parameters": {"training.lr": {"values": [1e-3, 1e-4]}}, "search": {"algorithm": "grid"}}
+    space |= {"schedule": {"kind": "none"}, "final_runs": {"seeds": []}, "loggers": []}
+    (run.folder / "rates.yaml").write_text(json.dumps(space))
+    words = ["training.workers=1", "training.max_steps=6", "storage.run_id=rates"]
+    done = run("submit", "mine.yaml", *words, "--space", "rates.yaml", "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trials  s3://bucket/sweep/runs/rates/trials.csv" in done.stdout
+    assert {f"sweep/runs/rates/{file}" for file in ("best.yaml", "trials.csv")} <= {*three.bucket.stored()}
+
+    names = [f"{kind}-{number}" for kind in ("bert", "minilm") for number in range(3)]
+    models = {name: Path(f"models/{name.partition('-')[0]}") for name in names}
+    work = own_folder / "mutual"
+    make_mutual_recipe(work, models, sentences)
+    for kind in ("bert", "minilm"):
+        shutil.copytree(tiny(kind), work / "models" / kind)
+    recipe = (work / "recipe.yaml").read_text().replace(f"{work}/", "")
+    (work / "recipe.yaml").write_text(recipe)
+    shutil.copy(run.folder / "clusters.yaml", work)
+    run = Colleague(three.token, work)
+    words = ["ray=true", "mutual.cycles=1", "mutual.shared_workers=2", "storage.run_id=six"]
+    done = run("submit", "recipe.yaml", *words, "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "_ray_pkg_" not in done.stdout
+    assert all(stored_weights(three.bucket, f"sweep/runs/six/models/{name}/bi/") for name in names)
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_a_node_ends_a_job_in_one_line_and_the_same_command_continues(
+    three: Site, own_folder: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    run = make_site_work(three, own_folder / "full", tiny, sentences, "full")
+    for node in three.nodes[1:]:
+        ended(node.start("mount", "-o", "remount,size=100k", three.disk))
+    command = "submit", "mine.yaml", "storage.run_id=full", "--follow"
+    failed = run(*command)
+    for node in three.nodes[1:]:
+        ended(node.start("mount", "-o", "remount,size=1g", three.disk))
+    done = run(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert failed.returncode == 1, failed.stdout
+    (line,) = [line for line in failed.stdout.splitlines() if line.startswith("distcse: [")]
+    assert "No space left" in line and "Traceback" not in failed.stdout, failed.stdout
