@@ -121,7 +121,7 @@ class CustomDev:
             return cls._of_retrieval(path.name, RetrievalDataset.read(path))
         every = read_table(path)
         table, name = every.of_split("dev"), path.name.split(".")[0]
-        if not path.parent.name.startswith("_ray_pkg_"):  # the folder of a job's files has no name of its own
+        if not path.parent.name.startswith("_ray_pkg_"):  # Ray names the folder of a job's files
             name = f"{path.parent.name} {name}"
         if len(table) < len(every):
             name += f" ({len(table):,} rows of split dev)"
