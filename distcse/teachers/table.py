@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -51,6 +52,8 @@ OPEN_SHARE = 8
 """A table opens at most one of this many files that the process may open, because each map of a shard is an open file."""
 _BLOCK = 16_384
 """Rows whose vectors are converted to float32 at once."""
+_HEADERS = Lock()
+"""Held while numpy parses a header as Python: in two threads at once, Python 3.11 may raise a SystemError (CPython 106905)."""
 _MOST_OPEN = 8192
 """Maps that a table opens where files are not limited; a process may have 65,530 maps on Linux."""
 
@@ -339,7 +342,8 @@ class EmbeddingTable:
                 f"table {self.store} has no shard {shard}; start the run again to embed missing shards"
             )
         try:
-            mapped: NDArray[np.float16] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
+            with _HEADERS:
+                mapped: NDArray[np.float16] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
         except (OSError, EOFError, ValueError) as error:
             raise EmbeddingTableError(
                 f"{self.store}/{self._payload(shard).name} cannot be read ({error}); start the run again to embed the "

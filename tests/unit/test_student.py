@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +104,26 @@ def test_student_learns_from_its_teachers(recipe_with: MakeRecipe) -> None:
     assert [about.name for about in result.evaluation.models] == ["start", "student", "teacher 0", "teacher 1"]
     (score,) = result.evaluation.scores
     assert score.measure == "agreement" and score.values["student"] > score.values["start"]
+
+
+def test_only_one_thread_at_a_time_parses_the_header_of_a_shard(
+    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Teachers' lists are computed in threads, and Python 3.11 may fail to parse in two of them at once."""
+    _, tables = make_spec(recipe_with())
+    load, inside, most = np.load, list[str](), list[int]()
+
+    def counted(file: Path, **options: Any) -> Any:
+        inside.append(str(file))
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+        return load(file, **options)
+
+    monkeypatch.setattr(np, "load", counted)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: tables[number % len(tables)].vectors(np.arange(100)), range(4)))
+    assert most and max(most) == 1
 
 
 @pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.slow), "deepspeed"])
