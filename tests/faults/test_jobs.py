@@ -373,7 +373,7 @@ def test_a_run_survives_the_loss_of_its_client_and_of_the_head(
     """
     folder = tmp_path / "own"
     folder.mkdir()
-    words = "submit", "mine.yaml", "storage.run_id=nightly", "training.epochs=40"
+    words = "submit", "mine.yaml", "storage.run_id=nightly", "training.epochs=20"
     with site(folder, store) as first:
         run = make_site_work(first, folder / "work", tiny, sentences, "head")
         client = run.start(*words)
@@ -402,10 +402,10 @@ def test_a_run_survives_the_loss_of_its_client_and_of_the_head(
         assert done.returncode == 0, done.stdout + done.stderr
     events = [json.loads(line) for line in store.read("head/runs/nightly/events.jsonl").decode().splitlines()]
     steps = [event["step"] for event in events if event["event"] == "StepReport"]
-    assert steps[-1] == 880, steps
+    assert steps[-1] == 440, steps
     monkeypatch.chdir(run.folder)
     here = run_here(
-        load_recipe("mine.yaml", ["training.epochs=40", "storage.runs=runs", "storage.cache=cache"]), Reporter()
+        load_recipe("mine.yaml", ["training.epochs=20", "storage.runs=runs", "storage.cache=cache"]), Reporter()
     )
     (tmp_path / "theirs.safetensors").write_bytes(store.read(stored_weights(store, "head/runs/nightly/model/")))
     ours = load_file(here.directory.model / "model.safetensors")
