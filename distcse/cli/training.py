@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,7 +31,7 @@ from distcse.errors import (
     WorkFailedError,
 )
 from distcse.report.progress import print_json, print_lines
-from distcse.storage import is_in_job_copy, open_store, resolve_path, to_uri
+from distcse.storage import open_store, resolve_path, to_uri, without_job_copy
 
 if TYPE_CHECKING:
     from distcse.api import Run, Runs
@@ -214,10 +213,7 @@ def commands_for(done: Run) -> list[str]:
     if (found := done.result.reference) is not None:
         pooling = "" if found.section.pooling is None else f" --pooling {found.section.pooling}"
         against = "" if found.name == "teacher" else f" --against {found.name}"
-        backbone = found.section.backbone
-        if is_in_job_copy(backbone):  # where Ray deletes it: as the recipe names it
-            backbone = os.path.relpath(backbone)
-        reference = f" {found.name}={backbone}{against}{pooling}"
+        reference = f" {found.name}={without_job_copy(found.section.backbone)}{against}{pooling}"
     commands = {
         f"{program('evaluate')} student={model}{reference} --texts FILE": "agreement and speed on your own text, without labels",
         f"{program('export')} {model} --onnx --int8": "ONNX files",

@@ -24,7 +24,7 @@ from distcse.evaluation.tasks.pairs import PairClassificationTask, TripletTask
 from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.tasks.sts import ScoredPairs, StsTask, sts_score
 from distcse.recipe import MutualRecipe, Recipe, labelled_folder
-from distcse.storage import content_key
+from distcse.storage import content_key, without_job_copy
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,8 @@ class CustomDev:
         if os.path.isdir(path):
             return cls._of_retrieval(path.name, RetrievalDataset.read(path))
         every = read_table(path)
-        table, name = every.of_split("dev"), path.name.split(".")[0]
-        if not path.parent.name.startswith("_ray_pkg_"):  # Ray names the folder of a job's files
-            name = f"{path.parent.name} {name}"
+        folder = Path(without_job_copy(path)).parent.name
+        table, name = every.of_split("dev"), f"{folder} {path.name.split('.')[0]}".lstrip()
         if len(table) < len(every):
             name += f" ({len(table):,} rows of split dev)"
         if "score" in table.columns:

@@ -37,6 +37,7 @@ from distcse.storage.locations import (
     resolve_path,
     shadowed_package,
     to_uri,
+    without_job_copy,
 )
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "text_hashes",
     "to_uri",
     "without_checksum_line",
+    "without_job_copy",
     "write_text_atomic",
 ]
 

@@ -99,6 +99,11 @@ def is_in_job_copy(path: str | Path) -> bool:
     return not is_mirror(Path(path)) and _JOB_COPIES in os.path.join(os.path.realpath(path), "")
 
 
+def without_job_copy(path: str | Path) -> str:
+    """Return a path in Ray's copy of this job's working directory as the recipe names it, relative; any other as it is."""
+    return os.path.relpath(path) if os.path.isabs(path) and is_in_job_copy(path) else str(path)
+
+
 def refuse_job_copy(setting: str, path: str | Path, fix: str) -> None:
     """Refuse an output path in Ray's copy of a job's working directory."""
     if is_in_job_copy(path):

@@ -38,7 +38,7 @@ from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_spec, train
-from tests.models import make_cross_encoder
+from tests.models import change_json, make_cross_encoder
 from tests.pairs import make_mutual_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -109,10 +109,6 @@ def test_pickled_arrays_in_a_cache_are_never_opened(recipe_with: MakeRecipe, mar
 
 
 # -- code that a model brings ---------------------------------------------------------------------------------------------
-
-
-def change_json(file: Path, **values: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 @pytest.mark.parametrize("kind", ["bert", "evil"])

@@ -18,10 +18,11 @@ import distcse
 from distcse import cli
 from distcse.devices.process import StopOnSignal
 from distcse.errors import InvalidValueError
+from distcse.evaluation import CustomDev
 from distcse.preflight.warnings import warn_of_places
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
-from distcse.storage import is_in_job_copy, open_store, resolve_path
+from distcse.storage import is_in_job_copy, open_store, resolve_path, without_job_copy
 
 SPACE = "name: mine\nparameters: {training.lr: {values: [1.0e-3, 2.0e-3]}}\nsearch: {algorithm: grid}\n"
 
@@ -126,6 +127,14 @@ def test_paths_outside_the_copy_are_accepted_and_a_run_there_is_resumed(job: Pat
     assert is_in_job_copy("runs") and is_in_job_copy(job)
     assert not is_in_job_copy("link/runs") and not is_in_job_copy(shared)
     assert not is_in_job_copy(resolve_path("s3://bucket/runs"))
+    for path, name in (
+        (f"{job}/models/own", "models/own"),
+        ("s3://bucket/m", "s3://bucket/m"),
+        (f"{shared}/m", f"{shared}/m"),
+    ):
+        assert without_job_copy(path) == name
+    (job / "dev.tsv").write_text("score\tsentence1\tsentence2\n1\ta\tb\n0\ta\tc\n")
+    assert CustomDev.read(job / "dev.tsv").name == "dev, Spearman"
     run = distcse.run("mine.yaml", f"storage.runs={shared}", "training.max_steps=1", listen=lambda event: None)
     assert run.directory.parent == shared and run.model.is_dir()
     # A copied run can be resumed: the recipe in its folder still names the folder that Ray has deleted.
