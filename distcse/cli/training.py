@@ -31,7 +31,7 @@ from distcse.errors import (
     WorkFailedError,
 )
 from distcse.report.progress import print_json, print_lines
-from distcse.storage import open_store, resolve_path, to_uri, without_job_copy
+from distcse.storage import is_uri, open_store, resolve_path, to_uri, without_job_copy
 
 if TYPE_CHECKING:
     from distcse.api import Run, Runs
@@ -219,10 +219,13 @@ def commands_for(done: Run) -> list[str]:
         f"{program('export')} {model} --onnx --int8": "ONNX files",
         **({f"{program('push')} {model} --to USER/NAME": "upload to the hub"} if done.improved else {}),
     }
+    in_bucket = is_uri(model)
+    loaded = 'str(resolve_model("{}"))' if in_bucket else '"{}"'
     use = [
         "# use in Python",
+        *(["from distcse.models import resolve_model"] if in_bucket else []),
         "from sentence_transformers import SentenceTransformer",
-        *(f'model = SentenceTransformer("{folder}")' for folder in done.models.values()),
+        *(f"model = SentenceTransformer({loaded.format(to_uri(folder))})" for folder in done.models.values()),
         'print(model.similarity(model.encode(["How do I sort a list?"]), model.encode(["Order the items."])))',
     ]
     return [

@@ -85,6 +85,20 @@ def test_the_commands_of_several_models_name_the_first_one(
     assert not any("SentenceTransformer" in line for line in lines)
 
 
+def test_a_model_in_a_bucket_is_used_by_its_address(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mirror is of the machine that printed it."""
+    monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "mirror"))
+    recipe = make_mutual_recipe(tmp_path, {"one": tiny("bert"), "two": tiny("minilm")}, sentences)
+    run = RunDirectory(tmp_path / "mirror" / "s3" / "endpoint" / "team" / "small")
+    best = Best("one", "bi", Phase(1), None, run.path / "models" / "one" / "bi")
+    lines = commands_for(Run(MutualResult.of(recipe, run, [best], {}, 60, False, None)))
+    assert "from distcse.models import resolve_model" in lines
+    assert 'model = SentenceTransformer(str(resolve_model("s3://team/small/models/one/bi")))' in lines
+    assert str(tmp_path / "mirror") not in "\n".join(lines)
+
+
 def test_a_run_is_compared_with_its_best_teacher(
     recipe_with: Callable[..., Recipe],
     labelled: Path,
