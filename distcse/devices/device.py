@@ -298,10 +298,7 @@ def auto_precision(devices: Sequence[DeviceSpeed], *, is_teacher: bool = False, 
 
 def describe_gpu_defaults() -> str:
     """Describe in one line what a GPU does by default, apart from precisions and graphs."""
-    return (
-        f"widths in multiples of {GPU.width_multiple}, gradients of eager steps summed during the backward pass, losses and "
-        "lists in fp32 without TF32"
-    )
+    return f"widths in multiples of {GPU.width_multiple}, losses and lists in fp32 without TF32"
 
 
 def _considered(device: DeviceSpeed, is_teacher: bool) -> list[str]:

@@ -1,17 +1,50 @@
-"""Collective operations over the training workers. Without a process group, there is one worker and they do nothing."""
+"""Collective operations over the training workers. Without a process group, there is one worker and they do nothing.
+
+A training step calls these functions and none of `torch.distributed`: collectives of tensors run between the parts of a step that
+is recorded as CUDA graphs (`collectives_by`), and are in no graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distcse.errors import DistcseError
 
 T = TypeVar("T")
+RunCollective = Callable[[Callable[[], object], int], None]
+"""Runs a collective, now, later or not at all; the second argument is the number of values that it sends."""
+
+
+class _Running(threading.local):
+    """How this thread runs collectives; the backward pass of a recorded step is in the thread that records it."""
+
+    by: RunCollective | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def collectives_by(run: RunCollective) -> Iterator[None]:
+    """Context manager: let `run` decide when collectives of tensors run that this thread calls."""
+    before, _running.by = _running.by, run
+    try:
+        yield
+    finally:
+        _running.by = before
+
+
+def _run(collective: Callable[[], object], tensor: Tensor) -> None:
+    if _running.by is None:
+        collective()
+    else:
+        _running.by(collective, tensor.numel())
 
 
 def world_size() -> int:
@@ -63,13 +96,19 @@ def on_all_ranks(work: Callable[[], T]) -> T:
         result = work()
     except DistcseError as raised:
         error = raised
-    if world_size() > 1:
-        errors: list[DistcseError | None] = [None] * world_size()
-        dist.all_gather_object(errors, error)
-        error = next((raised for raised in errors if raised is not None), None)
+    error = next((raised for raised in gather_objects(error) if raised is not None), None)
     if error is not None:
         raise error
     return cast(T, result)
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return every rank's value, in the order of ranks."""
+    if world_size() == 1:
+        return [value]
+    values = [value] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def all_gather_parts(part: Tensor) -> list[Tensor]:
@@ -80,22 +119,23 @@ def all_gather_parts(part: Tensor) -> list[Tensor]:
     """
     if world_size() == 1:
         return [part]
-    parts, sent = [torch.empty_like(part) for _ in range(world_size())], part.contiguous()
-    dist.all_gather(parts, sent)
+    sent = part.contiguous()
+    parts = [sent.clone() for _ in range(world_size())]  # numbers, also where the collective does not run
+    _run(lambda: dist.all_gather(parts, sent), sent)
     return parts
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum a tensor over all workers, in place."""
     if world_size() > 1:
-        dist.all_reduce(tensor)
+        _run(lambda: dist.all_reduce(tensor), tensor)
     return tensor
 
 
 def all_reduce_max(tensor: Tensor) -> Tensor:
     """Replace a tensor's elements by the largest ones of all workers; return the tensor."""
     if world_size() > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        _run(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX), tensor)
     return tensor
 
 

@@ -132,7 +132,7 @@ def step_terms(
     To the passes come AdamW's update, the all-reduce of gradients, and the gathered views; a recorded step spares the host.
     """
     machine, terms = cluster.machine, [work.terms(cluster.machine) for work in passes]
-    can_record = workers == 1 and section.gradient_accumulation == 1 and not section.needs_deepspeed
+    can_record = section.gradient_accumulation == 1 and not section.needs_deepspeed
     is_recorded = machine.kind == "gpu" and section.cuda_graphs != "off" and can_record
     updated = trained / section.gradient_accumulation
     moved = _ADAMW_BYTES * updated / (workers if section.zero_stage else 1)

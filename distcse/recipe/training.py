@@ -61,8 +61,8 @@ class LoopSection(Section):
     deepspeed: dict[str, Any] | None = None
     """DeepSpeed settings that no recipe key sets: a mapping, or a YAML or JSON file, which is read into the recipe."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """On a GPU, capture the step as a CUDA graph. `auto` does so for one worker [if
-    possible](../explanation/gpus.md#recorded-steps); `on` fails otherwise, and needs `engine: torch`."""
+    """On a GPU, capture the step as a CUDA graph. `auto` does so [if possible](../explanation/gpus.md#recorded-steps), with
+    several workers after a check; `on` fails otherwise, and needs `engine: torch`."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between reports of loss and learning rate."""
 
@@ -208,8 +208,6 @@ class TrainingSection(LoopSection):
     @property
     def changes_to_record(self) -> list[str]:
         fixes = super().changes_to_record
-        if self.workers > 1:
-            fixes.append("workers: 1")
         if not self.can_record_streams:
             named = ("grad_cache_chunk", "dropout_rng_streams", "min_workers")
             fixes.append(f"{next(key for key in named if getattr(self, key) is not None)}: null")

@@ -21,6 +21,7 @@ CompileMode = Literal["auto", "on", "off"]
 """Values of `training.compile_layers`."""
 MIN_STEPS = 2000
 """Steps of a run from which `auto` compiles: compiling takes about as long as 1,000 of BERT-base's steps save."""
+COMPILING = "layers are compiled, which takes up to a minute; training.compile_layers=off leaves it out"
 
 
 def compiles_layers(mode: CompileMode, steps: int, is_recorded: bool) -> bool:
@@ -31,28 +32,28 @@ def compiles_layers(mode: CompileMode, steps: int, is_recorded: bool) -> bool:
 def open_compiled_step(
     take_step: TakeStep, mode: CompileMode, steps: int, is_recorded: bool, emit: Listener
 ) -> TakeStep:
-    """Return the step to take: `take_step`, or one that compiles the trained layers.
+    """Return one worker's step: `take_step`, or one that compiles the trained layers.
 
     Args:
         take_step: The step without compiled layers.
         mode: `auto` compiles recorded steps of runs of at least `MIN_STEPS` steps, `on` all recorded steps.
         steps: Steps of the run.
-        is_recorded: Whether steps are recorded as CUDA graphs, as only those of one worker are. A step of several workers could
-            not be repeated where compiling fails: its collectives have run.
+        is_recorded: Whether steps are recorded as CUDA graphs.
         emit: Receives what was chosen.
     """
     if mode == "on" and not is_recorded:
-        problem = (
-            "training.compile_layers has no effect with several workers, or where steps are not recorded as CUDA graphs"
+        emit(
+            LogMessage(
+                "training.compile_layers has no effect where steps are not recorded as CUDA graphs", warning=True
+            )
         )
-        emit(LogMessage(problem, warning=True))
     if not compiles_layers(mode, steps, is_recorded):
         return take_step
 
     def run_uncompiled(reason: str) -> None:
         emit(LogMessage(f"layers run uncompiled: torch.compile failed ({reason})", warning=True))
 
-    emit(LogMessage("layers are compiled, which takes up to a minute; training.compile_layers=off leaves it out"))
+    emit(LogMessage(COMPILING))
     return CompiledStep(take_step, run_uncompiled)
 
 
@@ -60,12 +61,18 @@ class CompiledStep:
     """Training step that compiles the layers of all trained backbones; evaluations use the layers as they are.
 
     The last layer is not compiled where only one token per text is computed (`last_layer_at`).
+
+    Args:
+        take_step: The step without compiled layers.
+        on_failure: Called with the reason when a layer cannot be compiled; this and all further steps run uncompiled. None
+            raises: a step of several workers cannot be repeated, as its collectives have run.
+        compile_forward: Compiles a layer's `forward`.
     """
 
     def __init__(
         self,
         take_step: TakeStep,
-        on_failure: Callable[[str], None],
+        on_failure: Callable[[str], None] | None,
         compile_forward: Callable[[Callable[..., Any]], Callable[..., Any]] = compile_layer,
     ) -> None:
         self._take_step = take_step
@@ -83,7 +90,7 @@ class CompiledStep:
             with self._compiled_layers():
                 return self._take_step(engine, task, inputs, lr)
         except RuntimeError as error:  # PyTorch compiles forward and backward pass when they are first called
-            if is_recording() or isinstance(error, torch.OutOfMemoryError):
+            if self._on_failure is None or is_recording() or isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = first_line(error)
         self._forwards = []

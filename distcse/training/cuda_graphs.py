@@ -4,6 +4,10 @@ A step of BERT-base launches about 8,000 kernels, which takes the host longer th
 launch. It always reads and writes the same memory: inputs are copied into the tensors that it was recorded with, the learning
 rate is a tensor, and the seeds of its random numbers are set before the replay.
 
+The step of several workers is recorded in parts: a collective that a graph contained would wait for workers whose batches have
+another shape, and that record or run eagerly while this one replays. So every worker runs the same collectives in every step.
+They record only after a check (`step_check`).
+
 Tests record on a simulated GPU, and compare with the eager step; `benchmarks/gpu.py` does so on a real one.
 """
 
@@ -11,16 +15,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from distcse.compat.torch import GraphRNG, leave_capture
 from distcse.devices.device import default_device, defaults_of, gpu_module, has_gpu
-from distcse.devices.distributed import rank, world_size
+from distcse.devices.distributed import collectives_by, rank, world_size
 from distcse.errors import CUDAGraphError, first_line
 from distcse.events import Listener, LogMessage
 from distcse.models.fast_layers import takes_prepared_mask
@@ -28,6 +32,8 @@ from distcse.training.dropout_rng import recorded_rng
 from distcse.training.task import Engine, StepInputs, TakeStep, TrainingTask
 
 T = TypeVar("T")
+Part = tuple[AbstractContextManager[Any], Callable[[], object]]
+"""A graph: the context in which calls are recorded, and the function that replays them."""
 GraphMode = Literal["auto", "on", "off"]
 """Values of `cuda_graphs` in a training section."""
 MAX_GRAPHS = 8
@@ -54,31 +60,78 @@ class CudaGraphs:
             yield
         current.wait_stream(self._stream)
 
-    def record(self, call: Callable[[], T], seeds: Sequence[int]) -> Callable[[Sequence[int]], T]:
-        """Record a call without running it; return a function that replays it with other seeds, into the same result tensors."""
-        module, graph, rng = self._module, self._module.CUDAGraph(), GraphRNG(self._module, seeds)
-        rng.register(graph)
-        current = module.current_stream()
+    def record(self, call: Callable[[], T], seeds: Sequence[int]) -> Recording[T]:
+        """Record a call without running it, and without its collectives."""
+        recording = Recording[T](self._record_part, GraphRNG(self._module, seeds))
+        current = self._module.current_stream()
         gc.collect()  # no tensor may be freed while calls are recorded
-        # thread_local: a teacher's thread may allocate during the recording.
-        recording = module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         try:
-            with first_error(recording), recorded_rng(rng.drawing):
-                result = call()
-                rng.require_all()
+            recording.record(call)
         except RuntimeError:
-            module.set_stream(
+            self._module.set_stream(
                 current
             )  # PyTorch leaves the recording's stream only if the recording ends without an error
-            leave_capture(module)
+            self.leave()
             raise
+        return recording
 
-        def replay(seeds: Sequence[int]) -> T:
-            rng.seed(seeds)
-            graph.replay()
-            return result
+    def leave(self) -> None:
+        """Make the GPU's random generator usable after a recording that has failed, or that another thread has not ended."""
+        leave_capture(self._module)
 
-        return replay
+    def _record_part(self, rng: GraphRNG) -> Part:
+        graph = self._module.CUDAGraph()
+        rng.register(graph)
+        # thread_local: a teacher's thread may allocate during the recording.
+        recording = self._module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        return recording, graph.replay
+
+
+class Recording(Generic[T]):
+    """A recorded call: graphs, and between them the collectives of several workers, which a replay runs itself.
+
+    Args:
+        record_part: Makes a graph that draws from the given random numbers.
+        rng: The random numbers of all graphs.
+    """
+
+    def __init__(self, record_part: Callable[[GraphRNG], Part], rng: GraphRNG) -> None:
+        self._record_part, self._rng = record_part, rng
+        self._parts: list[Callable[[], object]] = []
+        self._open_part = ExitStack()
+        self.collectives: list[int] = []
+        """Number of values that each collective sends."""
+
+    def record(self, call: Callable[[], T]) -> None:
+        """Record a call. Its backward pass stays in this thread, which alone can end the graph that it has begun."""
+        with first_error(self._graphs()), recorded_rng(self._rng.drawing), collectives_by(self._add_collective):
+            with torch.autograd.set_multithreading_enabled(False):
+                self._result = call()
+            self._rng.require_all()
+
+    def __call__(self, seeds: Sequence[int]) -> T:
+        """Replay the call with other seeds; return its result tensors, which are the same ones every time."""
+        self._rng.seed(seeds)
+        for run in self._parts:
+            run()
+        return self._result
+
+    @contextmanager
+    def _graphs(self) -> Iterator[None]:
+        with self._open_part:
+            self._begin()
+            yield
+
+    def _add_collective(self, collective: Callable[[], object], size: int) -> None:
+        self._open_part.close()
+        self._parts.append(collective)
+        self.collectives.append(size)
+        self._begin()
+
+    def _begin(self) -> None:
+        graph, replay = self._record_part(self._rng)
+        self._open_part.enter_context(graph)
+        self._parts.append(replay)
 
 
 @contextmanager
@@ -97,8 +150,8 @@ def first_error(recording: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def records_steps(mode: GraphMode) -> bool:
-    """Return whether a training in this process records its steps: that of one worker, on a GPU."""
-    return mode != "off" and world_size() == 1 and defaults_of(default_device()).records_steps
+    """Return whether a training in this process records its steps: on a GPU."""
+    return mode != "off" and defaults_of(default_device()).records_steps
 
 
 def graph_mode(
@@ -114,7 +167,7 @@ def graph_mode(
         if has_gpu() and rank() == 0:
             emit(LogMessage(f"steps are not recorded as CUDA graphs ({reason})"))
         return "off"
-    if records_steps(mode):
+    if records_steps(mode) and world_size() == 1:  # several workers say it after their check
         emit(LogMessage(f"steps are recorded as CUDA graphs; {key}.cuda_graphs=off runs them eagerly"))
     return mode
 
@@ -122,25 +175,28 @@ def graph_mode(
 def open_step(
     take_step: TakeStep, device: torch.device, mode: GraphMode, emit: Listener, key: str = "training"
 ) -> TakeStep:
-    """Return the step to take: `take_step`, or one that records it; if it cannot be recorded, `on` raises, and `auto` warns."""
+    """Return one worker's step: `take_step`, or one that records it; if it cannot be recorded, `on` raises, and `auto` warns."""
     if not records_steps(mode):
         if mode == "on":
             problem = f"{key}.cuda_graphs has no effect without a GPU; steps run eagerly"
             emit(LogMessage(problem, warning=True))
         return take_step
+    return CudaGraphStep(take_step, CudaGraphs(device), None if mode == "on" else eager_steps(emit), key)
 
-    def run_eagerly(reason: str) -> None:
-        emit(LogMessage(f"steps run eagerly: they cannot be recorded as CUDA graphs ({reason})", warning=True))
 
-    return CudaGraphStep(take_step, CudaGraphs(device), None if mode == "on" else run_eagerly, key)
+def eager_steps(emit: Listener) -> Callable[[str], None]:
+    """Return the function that says why steps run eagerly."""
+    return lambda reason: emit(
+        LogMessage(f"steps run eagerly: they cannot be recorded as CUDA graphs ({reason})", warning=True)
+    )
 
 
 class CudaGraphStep:
     """Training step that is recorded and replayed for the first `MAX_GRAPHS` batch shapes, after one eager step of each.
 
     Args:
-        take_step: The eager step. It must use a `TorchEngine` with `records_steps`, and no gradient accumulation; all
-            integers of the inputs are seeds, and the model must not replace its tensors.
+        take_step: The eager step. It must use a `TorchEngine`, and no gradient accumulation; all integers of the inputs are
+            seeds, and the model must not replace its tensors.
         recorder: Records the step.
         on_failure: Called with the reason when the step cannot be recorded; all further steps are eager. Default: raise.
         key: Recipe key of the training's section, for messages. Default: training.
@@ -155,61 +211,78 @@ class CudaGraphStep:
     ) -> None:
         self._key = key
         self._take_step = take_step
-        self._recorder = recorder
+        self.recorder = recorder
         self._on_failure = on_failure
         self._has_failed = False
         self._lr: Tensor | None = None
         self._seen: set[Any] = set()
-        self._recorded: dict[Any, tuple[list[Tensor], Callable[[Sequence[int]], dict[str, Tensor]]]] = {}
+        self._recorded: dict[Any, tuple[list[Tensor], Recording[dict[str, Tensor]]]] = {}
 
     def __call__(self, engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
         """Run or replay the step; see `TakeStep`."""
-        if self._lr is None:
-            self._lr = torch.zeros((), device=engine.device)
-        self._lr.fill_(lr)  # also a tensor in eager steps: a resumed run must compute the same as replayed ones
-        tensors = _find_parts(inputs, Tensor)
-        shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        seeds = _find_parts(inputs, int)
-        if shape in self._seen - self._recorded.keys() and self._has_room(len(seeds)) and not self._has_failed:
-            static_inputs = _map_parts(inputs, torch.clone, Tensor)
-            recorded = self._record(engine, task, static_inputs, seeds, self._lr)
-            if recorded is not None:
-                self._recorded[shape] = _find_parts(static_inputs, Tensor), recorded
-        if shape not in self._recorded:
-            self._seen.add(shape)
-            with self._recorder.warming():
-                return self._take_step(engine, task, inputs, self._lr)
-        static_tensors, replay = self._recorded[shape]
-        for static, new in zip(static_tensors, tensors, strict=True):
-            static.copy_(new)
-        terms = replay(seeds)
+        shape = _shape_of(inputs)
+        if shape in self._seen - self._recorded.keys() and self._has_room(inputs) and not self._has_failed:
+            try:
+                self.record(engine, task, inputs)
+            except RuntimeError as error:
+                self._give_up(task, error)
+        if shape in self._recorded:
+            return self.replay(inputs, lr)
+        self._seen.add(shape)
+        with self.recorder.warming():
+            return self._take_step(engine, task, inputs, self._rate(engine, lr))
+
+    def prepare(self, engine: Engine, task: TrainingTask, inputs: StepInputs) -> None:
+        """Take a step without its collectives, so that layers are compiled, and this thread has all that its kernels need."""
+        alone = collectives_by(lambda collective, size: None)
+        with alone, torch.autograd.set_multithreading_enabled(False), self.recorder.warming():
+            self._take_step(engine, task, inputs, self._rate(engine))
+
+    def record(self, engine: Engine, task: TrainingTask, inputs: StepInputs) -> Recording[dict[str, Tensor]]:
+        """Record the step for batches of these inputs' shape, without running it."""
+        static, rate = _map_parts(inputs, torch.clone, Tensor), self._rate(engine)
+        recording = self.recorder.record(lambda: self._take_step(engine, task, static, rate), _find_parts(inputs, int))
+        self._recorded[_shape_of(inputs)] = _find_parts(static, Tensor), recording
+        return recording
+
+    def replay(self, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
+        """Replay the step that was recorded for batches of these inputs' shape."""
+        assert self._lr is not None
+        self._lr.fill_(lr)
+        static, recording = self._recorded[_shape_of(inputs)]
+        for old, new in zip(static, _find_parts(inputs, Tensor), strict=True):
+            old.copy_(new)
+        terms = recording(_find_parts(inputs, int))
         return {name: term.clone() for name, term in terms.items()}
 
-    def _has_room(self, seeds: int) -> bool:
+    def _rate(self, engine: Engine, lr: float | Tensor = 0.0) -> Tensor:
+        """Return the tensor of the learning rate, also for eager steps: a resumed run must compute the same as replayed ones."""
+        if self._lr is None:
+            self._lr = torch.zeros((), device=engine.device)
+        return self._lr.fill_(lr)
+
+    def _has_room(self, inputs: StepInputs) -> bool:
         """Return whether another shape can be recorded; all shapes have equally many seeds."""
-        number = len(self._recorded)
+        number, seeds = len(self._recorded), len(_find_parts(inputs, int))
         return number < MAX_GRAPHS and (number == 0 or (number + 1) * seeds <= _MAX_SEEDS_IN_GRAPHS)
 
-    def _record(
-        self, engine: Engine, task: TrainingTask, inputs: StepInputs, seeds: Sequence[int], lr: Tensor
-    ) -> Callable[[Sequence[int]], dict[str, Tensor]] | None:
-        """Record the step; None if it cannot be recorded and `on_failure` is there."""
-        try:
-            return self._recorder.record(lambda: self._take_step(engine, task, inputs, lr), seeds)
-        except RuntimeError as error:
-            reason = first_line(error)
-            if self._on_failure is None:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                raise CUDAGraphError(
-                    f"the model's step cannot be recorded as a CUDA graph ({reason}); continue with --resume and "
-                    f"{self._key}.cuda_graphs=off"
-                ) from error
+    def _give_up(self, task: TrainingTask, error: RuntimeError) -> None:
+        reason = first_line(error)
+        if self._on_failure is None:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise error
+            raise CUDAGraphError(
+                f"the model's step cannot be recorded as a CUDA graph ({reason}); continue with --resume and "
+                f"{self._key}.cuda_graphs=off"
+            ) from error
         self._has_failed = True
         self._recorded.clear()  # a failed recording can leave earlier ones with an outdated random generator
         task.model.zero_grad()  # the attempt's gradients have no values
         self._on_failure(reason)
-        return None
+
+
+def _shape_of(inputs: StepInputs) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    return tuple((tensor.shape, tensor.dtype) for tensor in _find_parts(inputs, Tensor))
 
 
 def _find_parts(inputs: Any, kind: type[T]) -> list[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -12,8 +13,15 @@ from distcse.devices.device import is_gpu
 
 DrawAs = Callable[[int], AbstractContextManager[None]]
 """Opens a context in which a step that is recorded as a CUDA graph, where no seed can be set, draws with a seed."""
-_draw_as: DrawAs | None = None
-"""That of the recording in progress. Not a context variable: autograd recomputes activations in other threads."""
+
+
+class _Recording(threading.local):
+    """This thread's recording in progress; its backward pass is in the same thread."""
+
+    draw_as: DrawAs | None = None
+
+
+_recording = _Recording()
 
 
 def dropout_seed(seed: int, step: int, stream: int) -> int:
@@ -25,8 +33,8 @@ def dropout_seed(seed: int, step: int, stream: int) -> int:
 @contextmanager
 def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
     """Context manager: seed PyTorch's generator, and restore its state afterwards."""
-    if _draw_as is not None:
-        with _draw_as(seed):
+    if _recording.draw_as is not None:
+        with _recording.draw_as(seed):
             yield
         return
     devices, device_type = ([device], device.type) if is_gpu(device) else ([], "cpu")
@@ -36,16 +44,15 @@ def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Return whether a step is recorded as a CUDA graph (`recorded_rng`)."""
-    return _draw_as is not None
+    """Return whether this thread records a step as a CUDA graph (`recorded_rng`)."""
+    return _recording.draw_as is not None
 
 
 @contextmanager
 def recorded_rng(draw_as: DrawAs) -> Iterator[None]:
-    """Context manager: let `dropout_rng` draw in the contexts of `draw_as`, in all threads."""
-    global _draw_as
-    before, _draw_as = _draw_as, draw_as
+    """Context manager: let `dropout_rng` draw in the contexts of `draw_as`, in this thread."""
+    before, _recording.draw_as = _recording.draw_as, draw_as
     try:
         yield
     finally:
-        _draw_as = before
+        _recording.draw_as = before

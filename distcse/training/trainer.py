@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distcse.devices.distributed import on_all_ranks, rank
+from distcse.devices.device import is_gpu
+from distcse.devices.distributed import on_all_ranks, rank, world_size
 from distcse.errors import ResumeMismatchError, RunError
 from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
 from distcse.training.checkpoint_files import TrainerState, load_trainer_state
 from distcse.training.checkpoint_manager import CheckpointManager, ReportToTrain
 from distcse.training.checkpoints import CheckpointStore
-from distcse.training.compiled_step import CompileMode, open_compiled_step
+from distcse.training.compiled_step import CompileMode, compiles_layers, open_compiled_step
 from distcse.training.cuda_graphs import GraphMode, open_step, records_steps
-from distcse.training.engines import make_engine
+from distcse.training.engines import describe_engine, make_engine
 from distcse.training.out_of_memory import OutOfMemoryAdvice
 from distcse.training.schedule import warmup_then_linear
+from distcse.training.step_check import open_checked_step
 from distcse.training.step_log import StepLog, StopCheck
 from distcse.training.task import Engine, StepInputs, TrainingTask
 
@@ -86,8 +88,14 @@ def train(
     memory_advice = OutOfMemoryAdvice(section, key, records)
     with memory_advice:
         engine = make_engine(task.model, section, task.rows, restored, records)
-    take_step = open_compiled_step(training_step, compile_layers, task.steps, records, reporter.emit)
-    take_step = open_step(take_step, engine.device, cuda_graphs, reporter.emit, key)
+    if section.engine == "auto" and is_gpu(engine.device):
+        reporter.emit(LogMessage(describe_engine(engine, records)))
+    if records and world_size() > 1:
+        compiles = compiles_layers(compile_layers, task.steps, records)
+        take_step = open_checked_step(training_step, engine.device, cuda_graphs, compiles, reporter.emit, key)
+    else:
+        take_step = open_compiled_step(training_step, compile_layers, task.steps, records, reporter.emit)
+        take_step = open_step(take_step, engine.device, cuda_graphs, reporter.emit, key)
     log, stop_check = StepLog(task), StopCheck(reporter, section.log_every, engine.device)
     task.on_start(state.step)
     with CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train) as manager:

@@ -165,7 +165,7 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(shared_recipe: Mak
     ("overrides", "fix"),
     [
         (("training.engine=auto",), "engine: torch"),
-        (("training.batch_size=64", "training.workers=2", "training.grad_cache_chunk=1"), "workers: 1"),
+        (("training.batch_size=64", "training.workers=2", "training.grad_cache_chunk=1"), "grad_cache_chunk: null"),
         (("training.gradient_accumulation=2",), "gradient_accumulation: 1"),
         (("training.engine=deepspeed", "training.zero_stage=1"), "write engine: torch, zero_stage: 0, or"),
         (("training.batch_size=64", "training.grad_cache_chunk=2"), "grad_cache_chunk: null"),

@@ -412,7 +412,7 @@ def test_a_group_that_makes_the_first_labels_worse_is_named(weak: MutualRecipe, 
         ("groups.0.max_workers=2 groups.0.workers=4", "max_workers 2, which is no multiple of its workers 4"),
         (
             "groups.0.max_workers=2 groups.0.bi.cuda_graphs=on",
-            "groups.0.bi.cuda_graphs records the step of one worker with one dropout stream; write groups.0.workers: 1",
+            "groups.0.bi.cuda_graphs records steps with one dropout stream on each worker; write groups.0.max_workers: null",
         ),
         ("groups.1.cross.zero_stage=2", "groups.1.cross … DeepSpeed"),
         ("groups.0.bi.lr=-1", "groups.0.bi.lr … -1"),

@@ -317,10 +317,10 @@ class MutualRecipe(BaseRecipe):
                         f"group {group.name} has max_workers {group.max_workers}, which does not divide {path}.batch_size "
                         f"{section.batch_size}"
                     )
-                if section.cuda_graphs == "on" and group.rng_streams > 1:
+                if section.cuda_graphs == "on" and group.rng_streams > group.workers:
                     raise ValueError(
-                        f"{path}.cuda_graphs records the step of one worker with one dropout stream; write "
-                        f"groups.{number}.workers: 1 and groups.{number}.max_workers: null, or {path}.cuda_graphs: off"
+                        f"{path}.cuda_graphs records steps with one dropout stream on each worker; write "
+                        f"groups.{number}.max_workers: null, or {path}.cuda_graphs: off"
                     )
             if group.init_weight_mix and loops[self.loop_path(group, "bi")].zero_stage == 3:
                 raise ValueError(

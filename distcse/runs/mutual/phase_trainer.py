@@ -95,8 +95,8 @@ class PhaseTrainer:
         section, group = self._context.section(phase.kind), self._context.group
         key = self._context.recipe.loop_path(group, phase.kind)
         changes = [f"{key}.{change}" for change in section.changes_to_record]
-        if group.rng_streams > 1:
-            changes.append(f"{'workers: 1' if group.workers > 1 else 'max_workers: null'} in group {group.name}")
+        if group.rng_streams > world_size():
+            changes.append(f"max_workers: null in group {group.name}")
         backbone = encoder.backbone if isinstance(encoder, Encoder) else encoder.model
         emit = reporter.emit if phase.cycle <= 1 else ignore
         return graph_mode(section.cuda_graphs, changes, backbone, group.backbone, key, emit)

@@ -13,7 +13,7 @@ from distcse.training.checkpoint_files import ModelState
 from distcse.training.engines.torch_engine import TorchEngine
 from distcse.training.task import Engine
 
-__all__ = ["TorchEngine", "make_engine", "uses_deepspeed"]
+__all__ = ["TorchEngine", "describe_engine", "make_engine", "uses_deepspeed"]
 
 
 def make_engine(
@@ -21,10 +21,17 @@ def make_engine(
 ) -> Engine:
     """Create the recipe's engine; `auto` is DeepSpeed if it is installed and no steps are recorded, else PyTorch."""
     if records_steps or not uses_deepspeed(training):
-        return TorchEngine(model, training, restored)
+        return TorchEngine(model, training, restored, records_steps)
     from distcse.training.engines.deepspeed_engine import DeepSpeedEngine
 
     return DeepSpeedEngine(model, training, rows, restored)
+
+
+def describe_engine(engine: Engine, records_steps: bool) -> str:
+    """Say which engine `auto` has chosen, and why."""
+    if not isinstance(engine, TorchEngine):
+        return "engine DeepSpeed: it is installed, and steps are not recorded as CUDA graphs"
+    return f"engine PyTorch: {'its steps can be recorded as CUDA graphs' if records_steps else 'DeepSpeed is not installed'}"
 
 
 def uses_deepspeed(training: LoopSection) -> bool:

@@ -71,6 +71,8 @@ class FusedAdamW:
         device = next(iter(parameters.values())).device
         self.updates = torch.tensor(float(updates), device=device)
         """Number of updates so far, a scalar on the device, as replayed graphs increase it."""
+        self.gradient_norm = torch.zeros((), device=device)
+        """Norm of the last update's gradient before clipping, a scalar on the device."""
         self.moments: dict[str, dict[str, Tensor]] = {
             name: {kind: tensor.to(device) for kind, tensor in kinds.items()} for name, kinds in (moments or {}).items()
         }
@@ -108,7 +110,7 @@ class FusedAdamW:
 
         It is NaN for a norm that is not finite: dividing by infinity would hide the divergence behind zero gradients.
         """
+        norm = self.gradient_norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
         if not self._max_norm:
             return None
-        norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
         return torch.where(norm.isfinite(), (norm / self._max_norm).clamp(min=1), torch.nan)

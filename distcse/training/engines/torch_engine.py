@@ -22,12 +22,18 @@ MIN_TABLE_ROWS = 4096
 class TorchEngine:
     """Trains with plain PyTorch: AdamW, clipping, accumulation, and gradients summed over workers after the backward pass."""
 
-    def __init__(self, model: nn.Module, training: LoopSection, restored: ModelState | None) -> None:
+    def __init__(
+        self, model: nn.Module, training: LoopSection, restored: ModelState | None, records_steps: bool = False
+    ) -> None:
         self.device = torch.device(default_device())
         self.model = model.to(self.device)
         self._training = training
         self.parameters = trained_parameters(model)
         self._embedding_tables: set[Tensor] = large_embeddings(model) if self.device.type == "cpu" else set()
+        self._sent: Tensor | None = None
+        if records_steps and world_size() > 1:  # one tensor for all recordings, which would each keep their own
+            numbers = sum(parameter.numel() for parameter in self.parameters.values())
+            self._sent = torch.empty(numbers, device=self.device)
         self._batches = 0
         updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
         self.optimizer = FusedAdamW(self.parameters, training, updates, moments)
@@ -43,9 +49,16 @@ class TorchEngine:
         self._batches += 1
         if self._batches % self._training.gradient_accumulation:
             return
-        all_reduce_gradients(self.parameters.values(), self._embedding_tables)
+        all_reduce_gradients(self.parameters.values(), self._embedding_tables, self._sent)
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
+
+    def state(self) -> dict[tuple[str, str], Tensor]:
+        """Return all tensors that a step changes, by kind and name: weights, moments, and the number of updates."""
+        entries = {
+            (kind, name): tensor.detach() for kind, name, tensor in entries_of(self.model, self.optimizer.moments)
+        }
+        return {**entries, ("updates", ""): self.optimizer.updates}
 
     def snapshot(self) -> Snapshot | None:
         if rank() > 0:  # all ranks have the same state
@@ -66,11 +79,14 @@ def large_embeddings(model: nn.Module) -> set[Tensor]:
     }
 
 
-def all_reduce_gradients(parameters: Iterable[nn.Parameter], tables: Set[Tensor] = frozenset()) -> None:
+def all_reduce_gradients(
+    parameters: Iterable[nn.Parameter], tables: Set[Tensor] = frozenset(), buffer: Tensor | None = None
+) -> None:
     """Sum gradients over all workers in place, with one all-reduce.
 
     Of an embedding table's gradient, only rows that are nonzero on a worker are sent, about 5 % of the rows. These tables are
-    most of a small student. Finding the rows synchronizes with the device, so pass tables on CPUs only.
+    most of a small student. Finding the rows synchronizes with the device, so pass tables on CPUs only. `buffer` has room for
+    all gradients, which are sent in it; default: a new tensor.
     """
     if world_size() == 1:
         return
@@ -80,7 +96,7 @@ def all_reduce_gradients(parameters: Iterable[nn.Parameter], tables: Set[Tensor]
     row_ids = _union_over_workers([(table.amax(dim=1) != 0) | (table.amin(dim=1) != 0) for table in by_rows])
     sent = [*dense, *(table[ids] for table, ids in zip(by_rows, row_ids, strict=True))]
     sizes = [part.numel() for part in sent]
-    joined = torch.cat([part.flatten() for part in sent])
+    joined = torch.cat([part.flatten() for part in sent], out=None if buffer is None else buffer[: sum(sizes)])
     summed = all_reduce_sum(joined).split(sizes)
     totals = [total.view_as(part) for part, total in zip(sent, summed, strict=True)]
     for gradient, total in zip(dense, totals, strict=False):
