@@ -97,7 +97,8 @@ class Recording(Generic[T]):
 
     def __init__(self, record_part: Callable[[GraphRNG], Part], rng: GraphRNG) -> None:
         self._record_part, self._rng = record_part, rng
-        self._parts: list[Callable[[], object]] = []
+        self.parts: list[Callable[[], object]] = []
+        """What a replay calls: graphs, and the collectives between them."""
         self._open_part = ExitStack()
         self.collectives: list[int] = []
         """Number of values that each collective sends."""
@@ -112,7 +113,7 @@ class Recording(Generic[T]):
     def __call__(self, seeds: Sequence[int]) -> T:
         """Replay the call with other seeds; return its result tensors, which are the same ones every time."""
         self._rng.seed(seeds)
-        for run in self._parts:
+        for run in self.parts:
             run()
         return self._result
 
@@ -124,14 +125,14 @@ class Recording(Generic[T]):
 
     def _add_collective(self, collective: Callable[[], object], size: int) -> None:
         self._open_part.close()
-        self._parts.append(collective)
+        self.parts.append(collective)
         self.collectives.append(size)
         self._begin()
 
     def _begin(self) -> None:
         graph, replay = self._record_part(self._rng)
         self._open_part.enter_context(graph)
-        self._parts.append(replay)
+        self.parts.append(replay)
 
 
 @contextmanager

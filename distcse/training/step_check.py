@@ -48,7 +48,7 @@ class Candidate(NamedTuple):
 
 
 class _LeftBehindError(BaseException):
-    """Stops a thread that was left behind where it is, should it go on after all.
+    """Stops a thread that was left behind where it is, should it continue after all.
 
     It must not touch the weights, gradients and random generator of the steps that are taken meanwhile, not even to restore them.
     """
