@@ -9,7 +9,7 @@ of Wikipedia, cut at 32). Events of the device over blocks of steps, the ways in
 named and not run; a row that fails is named too, and what was found is stored. Exit status 2: no GPU here.
 
 Besides PyTorch, NumPy and transformers (with its tokenizers and safetensors) it needs the wheels pydantic, pydantic-core,
-annotated-types, typing-inspection, PyYAML and sentence-transformers, and neither Ray nor DeepSpeed, datasets or pyarrow.
+annotated-types, typing-inspection and PyYAML, and neither Ray nor DeepSpeed, datasets or pyarrow; row 11 sentence-transformers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.models import Pooling, Transformer
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 from torch import Tensor, nn
@@ -91,6 +89,9 @@ from distcse.training.engines.fused_adamw import FusedAdamW
 from distcse.training.task import StepInputs
 from distcse.training.trainer import train, training_step
 from tests.pairs import bi_tokens, cross_tokens, make_pairs
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 64, 4)}
 LENGTHS = Path(__file__).with_name("lengths.json")
@@ -748,6 +749,9 @@ def encoding(bench: Bench) -> Iterator[Figure]:
 
 def sentence_transformer(bench: Bench, shape: str, fp16: bool) -> SentenceTransformer:
     """A model of sentence-transformers; in fp16 without padding where flash-attn is installed."""
+    from sentence_transformers import SentenceTransformer  # needs datasets, which not all images with a GPU have
+    from sentence_transformers.models import Pooling, Transformer
+
     with TemporaryDirectory() as folder:
         bench.model(shape).cpu().save_pretrained(folder)  # type: ignore[operator]
         bench.tokenizer().save_pretrained(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -147,6 +147,8 @@ def simulated(total_bytes: int = 80 * 2**30) -> Iterator[Simulation]:
         ),
         (torch.Tensor, "is_pinned", lambda tensor, device=None: streams.is_pinned(tensor)),
         (torch.autograd, "_engine_run_backward", _backward_pass),
+        # Its tensors have no version counter, which those of a Python device must have.
+        (torch._C, "_InferenceMode", lambda mode: torch.no_grad() if mode else nullcontext()),
         *((torch, name, _pinning(getattr(torch, name))) for name in ("empty", "empty_like", "zeros", "full")),
     ]
     with ExitStack() as stack:
