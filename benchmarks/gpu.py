@@ -718,11 +718,11 @@ def encoding(bench: Bench) -> Iterator[Figure]:
     count = 96 if bench.tiny else 8192
     texts, ours = bench.texts(count), frozen(bench, "base")
     single, half = (sentence_transformer(bench, "base", fp16) for fp16 in (False, True))
-    seconds = {batch: bench.sampler(lambda batch=batch: half.encode(texts, batch_size=batch), 1) for batch in BATCHES}  # type: ignore[misc]
-    best = min(BATCHES, key=lambda batch: [seconds[batch](1).wall for _ in range(2)][-1])
+    by_batch = {batch: bench.sampler(lambda batch=batch: half.encode(texts, batch_size=batch), 1) for batch in BATCHES}  # type: ignore[misc]
+    best = min(BATCHES, key=lambda batch: [by_batch[batch](1).wall for _ in range(2)][-1])
     ways = {
         "default": bench.sampler(lambda: single.encode(texts), 1),
-        "tuned": seconds[best],
+        "tuned": by_batch[best],
         "ours": bench.sampler(lambda: ours.encode(texts, precision="fp16"), 1),
         **{
             f"ours, {tokens:,} tokens": bench.sampler(

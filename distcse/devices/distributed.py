@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -120,7 +121,8 @@ def all_gather_parts(part: Tensor) -> list[Tensor]:
     if world_size() == 1:
         return [part]
     sent = part.contiguous()
-    parts = [sent.clone() for _ in range(world_size())]  # numbers, also where the collective does not run
+    # Numbers where the collective may not run.
+    parts = [torch.empty_like(sent) if _running.by is None else sent.clone() for _ in range(world_size())]
     _run(lambda: dist.all_gather(parts, sent), sent)
     return parts
 

@@ -34,6 +34,8 @@ from distcse.training.task import Engine, StepInputs, TakeStep, TrainingTask
 T = TypeVar("T")
 Part = tuple[AbstractContextManager[Any], Callable[[], object]]
 """A graph: the context in which calls are recorded, and the function that replays them."""
+Shape = tuple[tuple[torch.Size, torch.dtype], ...]
+"""Shapes and types of all tensors of a step's inputs."""
 GraphMode = Literal["auto", "on", "off"]
 """Values of `cuda_graphs` in a training section."""
 MAX_GRAPHS = 8
@@ -192,6 +194,13 @@ def eager_steps(emit: Listener) -> Callable[[str], None]:
     )
 
 
+def recording_error(reason: str, key: str) -> CUDAGraphError:
+    """Return the error of a step that must be recorded and cannot."""
+    return CUDAGraphError(
+        f"steps cannot be recorded as CUDA graphs ({reason}); continue with --resume and {key}.cuda_graphs=off"
+    )
+
+
 class CudaGraphStep:
     """Training step that is recorded and replayed for the first `MAX_GRAPHS` batch shapes, after one eager step of each.
 
@@ -216,19 +225,20 @@ class CudaGraphStep:
         self._on_failure = on_failure
         self._has_failed = False
         self._lr: Tensor | None = None
-        self._seen: set[Any] = set()
-        self._recorded: dict[Any, tuple[list[Tensor], Recording[dict[str, Tensor]]]] = {}
+        self._seen: set[Shape] = set()
+        self._recorded: dict[Shape, tuple[list[Tensor], Recording[dict[str, Tensor]]]] = {}
 
     def __call__(self, engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
         """Run or replay the step; see `TakeStep`."""
-        shape = _shape_of(inputs)
+        tensors = _find_parts(inputs, Tensor)
+        shape = _shape_of(tensors)
         if shape in self._seen - self._recorded.keys() and self._has_room(inputs) and not self._has_failed:
             try:
                 self.record(engine, task, inputs)
             except RuntimeError as error:
                 self._give_up(task, error)
         if shape in self._recorded:
-            return self.replay(inputs, lr)
+            return self._replay(tensors, inputs, lr, shape)
         self._seen.add(shape)
         with self.recorder.warming():
             return self._take_step(engine, task, inputs, self._rate(engine, lr))
@@ -243,15 +253,20 @@ class CudaGraphStep:
         """Record the step for batches of these inputs' shape, without running it."""
         static, rate = _map_parts(inputs, torch.clone, Tensor), self._rate(engine)
         recording = self.recorder.record(lambda: self._take_step(engine, task, static, rate), _find_parts(inputs, int))
-        self._recorded[_shape_of(inputs)] = _find_parts(static, Tensor), recording
+        tensors = _find_parts(static, Tensor)
+        self._recorded[_shape_of(tensors)] = tensors, recording
         return recording
 
     def replay(self, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
         """Replay the step that was recorded for batches of these inputs' shape."""
+        tensors = _find_parts(inputs, Tensor)
+        return self._replay(tensors, inputs, lr, _shape_of(tensors))
+
+    def _replay(self, tensors: list[Tensor], inputs: StepInputs, lr: float | Tensor, shape: Shape) -> dict[str, Tensor]:
         assert self._lr is not None
         self._lr.fill_(lr)
-        static, recording = self._recorded[_shape_of(inputs)]
-        for old, new in zip(static, _find_parts(inputs, Tensor), strict=True):
+        static, recording = self._recorded[shape]
+        for old, new in zip(static, tensors, strict=True):
             old.copy_(new)
         terms = recording(_find_parts(inputs, int))
         return {name: term.clone() for name, term in terms.items()}
@@ -272,18 +287,15 @@ class CudaGraphStep:
         if self._on_failure is None:
             if isinstance(error, torch.OutOfMemoryError):
                 raise error
-            raise CUDAGraphError(
-                f"the model's step cannot be recorded as a CUDA graph ({reason}); continue with --resume and "
-                f"{self._key}.cuda_graphs=off"
-            ) from error
+            raise recording_error(reason, self._key) from error
         self._has_failed = True
         self._recorded.clear()  # a failed recording can leave earlier ones with an outdated random generator
         task.model.zero_grad()  # the attempt's gradients have no values
         self._on_failure(reason)
 
 
-def _shape_of(inputs: StepInputs) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    return tuple((tensor.shape, tensor.dtype) for tensor in _find_parts(inputs, Tensor))
+def _shape_of(tensors: list[Tensor]) -> Shape:
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
 def _find_parts(inputs: Any, kind: type[T]) -> list[T]:

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from distcse.devices.device import gpu_module
 from distcse.devices.distributed import gather_objects
-from distcse.errors import CUDAGraphError, first_line
+from distcse.errors import first_line
 from distcse.events import Listener, LogMessage
 from distcse.training.compiled_step import COMPILING, CompiledStep
-from distcse.training.cuda_graphs import CudaGraphs, CudaGraphStep, GraphMode, eager_steps
+from distcse.training.cuda_graphs import CudaGraphs, CudaGraphStep, GraphMode, eager_steps, recording_error
 from distcse.training.engines import TorchEngine
 from distcse.training.task import Engine, StepInputs, TakeStep, TrainingTask
 
@@ -81,20 +81,18 @@ def open_checked_step(
     """
 
     def refuse(reason: str) -> None:
-        raise CUDAGraphError(
-            f"steps cannot be recorded as CUDA graphs ({reason}); continue with --resume and {key}.cuda_graphs=off"
-        )
+        raise recording_error(reason, key)
 
     def run_uncompiled(reason: str) -> None:
         emit(LogMessage(f"layers run uncompiled: torch.compile failed ({reason})", warning=True))
 
-    on_failure = refuse if mode == "on" else eager_steps(emit)
+    run_eagerly = None if mode == "on" else eager_steps(emit)
     what = f"steps are recorded as CUDA graphs ({key}.cuda_graphs=off runs them eagerly)"
-    recorded = CudaGraphStep(take_step, CudaGraphs(device), on_failure, key)
-    candidates = [Candidate(what, recorded, RECORDED, RECORDING_S, on_failure)]
+    recorded = CudaGraphStep(take_step, CudaGraphs(device), run_eagerly, key)
+    candidates = [Candidate(what, recorded, RECORDED, RECORDING_S, run_eagerly or refuse)]
     if compiles:
         emit(LogMessage(COMPILING))
-        compiled = CudaGraphStep(CompiledStep(take_step, on_failure=None), CudaGraphs(device), on_failure, key)
+        compiled = CudaGraphStep(CompiledStep(take_step, on_failure=None), CudaGraphs(device), run_eagerly, key)
         limit = RECORDING_S + COMPILING_S
         candidates.insert(0, Candidate(f"layers are compiled, and {what}", compiled, COMPILED, limit, run_uncompiled))
     return CheckedStep(take_step, candidates, emit)

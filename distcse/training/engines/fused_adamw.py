@@ -72,7 +72,9 @@ class FusedAdamW:
         self.updates = torch.tensor(float(updates), device=device)
         """Number of updates so far, a scalar on the device, as replayed graphs increase it."""
         self.gradient_norm = torch.zeros((), device=device)
-        """Norm of the last update's gradient before clipping, a scalar on the device."""
+        """Norm of the last update's gradient before clipping, a scalar on the device; 0 without `keeps_norm`."""
+        self.keeps_norm = bool(training.gradient_clipping)
+        """Whether the norm is computed: for clipping, or because somebody reads it."""
         self.moments: dict[str, dict[str, Tensor]] = {
             name: {kind: tensor.to(device) for kind, tensor in kinds.items()} for name, kinds in (moments or {}).items()
         }
@@ -110,6 +112,8 @@ class FusedAdamW:
 
         It is NaN for a norm that is not finite: dividing by infinity would hide the divergence behind zero gradients.
         """
+        if not self.keeps_norm:
+            return None
         norm = self.gradient_norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
         if not self._max_norm:
             return None

@@ -37,6 +37,7 @@ class TorchEngine:
         self._batches = 0
         updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
         self.optimizer = FusedAdamW(self.parameters, training, updates, moments)
+        self.optimizer.keeps_norm |= self._sent is not None  # which workers compare before they record
 
     def forward(self, inputs: object) -> Any:
         with arithmetic(decided(self._training.precision), self.device):
