@@ -277,7 +277,7 @@ INVALID_VALUES = {
     "student.pooling=avg": "student.pooling is 'avg'; expected 'cls'",
     "objective.rank.form=listnet": "did you mean 'list_net'?",
     "training.workers=3": "workers is 3, which does not divide batch_size 128; allowed: 1, 2, 4",
-    "training.min_workers=2": "min_workers is 2, and workers 1",
+    "training.min_workers=2": "min_workers is 2, and workers 0",
     "training={engine: torch, zero_stage: 1}": "zero_stage needs DeepSpeed; write engine: deepspeed, or zero_stage: 0",
     "training={engine: deepspeed, deepspeed: {gradient_clipping: 1.0}}": "deepspeed sets gradient_clipping",
     "training={engine: deepspeed, deepspeed: {zero_optimization: {stage: 3}}}": "zero_optimization.stage, which zero_stage",
@@ -285,7 +285,7 @@ INVALID_VALUES = {
     "training={engine: deepspeed, deepspeed: {zero_optimization: 3}}": "deepspeed.zero_optimization is 3",
     "training.deepspeed={steps_per_print: 1}": "write engine: deepspeed, or deepspeed: null",
     "training.dropout_rng_streams=3": "dropout_rng_streams is 3, which does not divide batch_size 128",
-    "training.gradient_accumulation=7": "evaluation.eval_steps is 50, which is no multiple",
+    "training.gradient_accumulation=7": "evaluation.eval_steps is 60, which is no multiple",
     "corpus.sources.0.dataset=x": (
         "gives path and dataset, but a corpus has one source; keep one, and set the other to null"
     ),
