@@ -76,7 +76,7 @@ from distcse.rank_space import DeviceRankSpace, pair_similarities
 from distcse.rank_space.space import products, sorted_ranks
 from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
-from distcse.runs.distillation.distillation_task import Batch, StudentModel, StudentOutput
+from distcse.runs.distillation.student_model import Batch, StudentModel, StudentOutput
 from distcse.runs.mutual.pair_task import PairTask, PairTokens
 from distcse.storage import open_store
 from distcse.teachers.kinds.base import frozen_weight_dtype

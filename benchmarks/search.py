@@ -41,7 +41,8 @@ from distcse.model_source import resolve_model
 from distcse.models.student import keep_layers
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.corpus import prepare_candidates, read_corpus
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.precompute import prepare_candidates
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.storage import write_text_atomic
 from examples.code_corpus import functions, lines_of, write_lines

@@ -23,8 +23,8 @@ from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.distillation_task import encoder_weights
 from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.student_model import encoder_weights
 from distcse.storage import open_store
 from distcse.text import Corpus
 from distcse.training.checkpoint_files import load_weights

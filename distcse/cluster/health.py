@@ -27,7 +27,7 @@ from distcse.errors import ClusterTooSmallError, DistcseError, EncoderError, Sto
 from distcse.preflight import machine
 from distcse.preflight.models import model_questions
 from distcse.recipe import BaseRecipe, Recipe, StorageSection
-from distcse.runs.distillation.corpus import require_space
+from distcse.runs.distillation.precompute import require_space
 from distcse.runs.experiment import Experiment, experiment_of
 from distcse.storage import open_store, resolve_path
 from distcse.teachers.kinds import kind_of

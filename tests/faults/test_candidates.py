@@ -14,7 +14,8 @@ import pytest
 from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.corpus import prepare_candidates, prepare_tables, read_corpus
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.precompute import prepare_candidates, prepare_tables
 from distcse.teachers import candidate_scores, candidates
 from distcse.teachers.candidates import Candidates
 from tests.disks import before_change

@@ -235,7 +235,7 @@ def tokenize_in_parts(folder: Path) -> None:
     """A driver that cannot tokenize: let the nodes do so, stop in between, and compare with a single pass."""
     from unittest.mock import patch
 
-    from distcse.runs.distillation import corpus as preparing
+    from distcse.runs.distillation import precompute
     from distcse.text import token_table
 
     recipe, backend, events = load_recipe(str(folder / "recipe.yaml"), []), RayBackend(), list[Event]()
@@ -244,16 +244,16 @@ def tokenize_in_parts(folder: Path) -> None:
     stopping = Reporter(stop_requested=lambda: len(list(folder.glob("cache/tokens/*.parts/[0-9]*-[0-9]*"))) > 1)
     with (
         backend.cluster.joined(),
-        patch.object(preparing, "PART_ROWS", 50),
+        patch.object(precompute, "PART_ROWS", 50),
         patch.object(token_table, "encode_batch", side_effect=AssertionError("the driver tokenizes")),
     ):
         try:
-            preparing.prepare_tokens(recipe, corpus, backend, stopping)
+            precompute.prepare_tokens(recipe, corpus, backend, stopping)
         except StoppedEarlyError:
             kept = len(list(folder.glob("cache/tokens/*.parts/[0-9]*-[0-9]*")))
-        made = preparing.prepare_tokens(recipe, corpus, backend, reporter)
+        made = precompute.prepare_tokens(recipe, corpus, backend, reporter)
     alone = with_values(recipe, {"storage.cache": str(folder / "alone")})
-    whole = preparing.prepare_tokens(alone, corpus, LocalBackend(), Reporter())
+    whole = precompute.prepare_tokens(alone, corpus, LocalBackend(), Reporter())
     progress = [event.done for event in events if isinstance(event, StageProgress)]
     found = {
         "kept": kept,

@@ -25,7 +25,8 @@ from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyE
 from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport, WaitWarning
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.corpus import prepare_tables, read_corpus
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.precompute import prepare_tables
 from distcse.teachers.teacher import open_table_teacher
 from tests.backends import run
 from tests.failures import fails_with

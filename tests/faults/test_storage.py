@@ -34,7 +34,8 @@ from distcse.preflight.machine import check_location
 from distcse.recipe import CorpusSection, MutualRecipe, Recipe, with_values
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.corpus import prepare_tables, read_corpus
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.precompute import prepare_tables
 from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.lease import Lease, has_local_changes
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore

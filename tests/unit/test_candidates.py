@@ -32,8 +32,9 @@ from distcse.models import CrossEncoder
 from distcse.recipe import CandidatesSection, Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.corpus import prepare_candidates, prepare_tables, read_corpus
+from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.precompute import prepare_candidates, prepare_tables
 from distcse.storage import content_key, open_store
 from distcse.teachers import candidate_scores as scores_module
 from distcse.teachers import candidates as candidates_module
@@ -204,7 +205,7 @@ def test_a_stop_ends_the_scoring_after_a_batch_and_keeps_the_shards_before(
     scored: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scores_module, "SHARD_PAIRS", 40)
-    monkeypatch.setattr("distcse.runs.distillation.corpus.SHARDS_PER_CALL", 2)
+    monkeypatch.setattr("distcse.runs.distillation.precompute.SHARDS_PER_CALL", 2)
     wanted, events = scored("teachers.tokens_per_batch=64"), list[Event]()
 
     def done() -> list[int]:

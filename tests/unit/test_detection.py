@@ -33,7 +33,8 @@ from distcse.models.detection import (
     sample_tokens,
 )
 from distcse.recipe import DetectionSection, Recipe
-from distcse.runs.distillation.distillation_task import TrainSpec, build_encoder
+from distcse.runs.distillation.distillation_task import TrainSpec
+from distcse.runs.distillation.student_model import build_encoder
 from distcse.teachers.table import EmbeddingTable
 from distcse.text.collate import Tokens, collate
 from distcse.training.dropout_rng import dropout_rng, dropout_seed

@@ -19,7 +19,7 @@ from distcse.errors import StorageWriteError
 from distcse.preflight import machine
 from distcse.preflight.models import check_model
 from distcse.recipe import EncoderSection, EndpointSection, Recipe, TeacherSection
-from distcse.runs.distillation.corpus import require_space
+from distcse.runs.distillation.precompute import require_space
 from distcse.teachers.kinds import kind_of
 from tests.commands import command
 from tests.endpoints import Reply, open_endpoint

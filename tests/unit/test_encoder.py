@@ -36,7 +36,7 @@ from distcse.models import (
 from distcse.models.cpu_kernels import Dropout
 from distcse.models.student import factorize_embeddings
 from distcse.recipe import Pooling, StudentSection
-from distcse.runs.distillation.distillation_task import Batch, StudentModel, build_encoder
+from distcse.runs.distillation.student_model import Batch, StudentModel, build_encoder
 from distcse.text.collate import Tokens
 from tests.failures import fails_with
 from tests.models import assert_saved_alike, change_json, their_vectors

@@ -22,8 +22,9 @@ from distcse.errors import EndpointError, RefusedTextError, UnsuitableTeacherErr
 from distcse.events import Reporter
 from distcse.recipe import EndpointSection, Recipe, TeacherSection, load_recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.corpus import prepare_candidates, prepare_tables, read_corpus
+from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.precompute import prepare_candidates, prepare_tables
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.storage import open_store
 from distcse.teachers.kinds import kind_of

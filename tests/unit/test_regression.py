@@ -24,9 +24,10 @@ from distcse.recipe import ObjectiveSection, Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.distillation_task import initial_student, train_student
+from distcse.runs.distillation.distillation_task import train_student
 from distcse.runs.distillation.experiment import DistillationTrials
 from distcse.runs.distillation.preparation import require_shared_projection
+from distcse.runs.distillation.student_model import initial_student
 from distcse.storage import open_store
 from distcse.teachers.targets import (
     Projection,

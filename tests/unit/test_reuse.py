@@ -22,7 +22,8 @@ from distcse.errors import ReusedTableError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import Recipe, load_recipe, with_values
 from distcse.runs.backend import EmbeddingRequest, LocalBackend
-from distcse.runs.distillation.corpus import prepare_tables, read_corpus
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.precompute import prepare_tables
 from distcse.runs.distillation.preflight import check_embedding
 from distcse.teachers import table as table_module
 from distcse.teachers.kinds import kind_of

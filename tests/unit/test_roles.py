@@ -26,8 +26,8 @@ from distcse.recipe import (
     load_recipe,
 )
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.corpus import prepare_tables, prepare_tokens
 from distcse.runs.distillation.final_evaluation import selected_suites
+from distcse.runs.distillation.precompute import prepare_tables, prepare_tokens
 from distcse.storage import open_store
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus

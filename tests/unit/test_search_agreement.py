@@ -17,7 +17,8 @@ from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.agreement import AgreementRows
-from distcse.runs.distillation.corpus import prepare_tables, read_corpus
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.precompute import prepare_tables
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 from tests.backends import run

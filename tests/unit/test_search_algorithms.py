@@ -24,7 +24,8 @@ from distcse.events import Event, LogMessage, Reporter, WaitWarning
 from distcse.recipe import Recipe, Sweep, TeachersSection, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.cluster_fit import report_gpus
-from distcse.runs.distillation.corpus import prepare_tables, read_corpus, require_embedding
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.precompute import prepare_tables, require_embedding
 from distcse.runs.distillation.processes import least_requests as run_requests
 from distcse.runs.distillation.processes import plans_of_run
 from distcse.storage import open_store

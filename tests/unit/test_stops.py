@@ -33,7 +33,6 @@ from distcse.models import Encoder, EncoderHandle
 from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.corpus import prepare_tables, prepare_tokens
 from distcse.runs.distillation.dev_ensemble import score_ensemble
 from distcse.runs.distillation.distillation_task import DistillationTask
 from distcse.runs.distillation.experiment import Distillation
@@ -44,6 +43,7 @@ from distcse.runs.distillation.final_evaluation import (
     labelled_tasks,
     rank_inference_call,
 )
+from distcse.runs.distillation.precompute import prepare_tables, prepare_tokens
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.experiment import experiment_of
 from distcse.runs.mutual.experiment import MutualDistillation
@@ -80,7 +80,7 @@ SMALL = {
     "distcse.events.CHUNK": 16,
     "distcse.runs.mutual.mining.QUERIES": 16,
     "distcse.models.static.TOKENS_PER_BATCH": 16,
-    "distcse.runs.distillation.corpus.PART_ROWS": 100,
+    "distcse.runs.distillation.precompute.PART_ROWS": 100,
 }
 
 
@@ -400,11 +400,11 @@ def test_commands_exit_with_the_status_of_ctrl_c(capsys: pytest.CaptureFixture[s
 
 ASKS = {
     "test_a_stop_before_training_ends_the_run_at_once": """
-        runs/distillation/corpus:read_corpus runs/distillation/corpus:prepare_tables runs/distillation/corpus:prepare_tokens
-        runs/distillation/preparation:_fit_projection""",
+        runs/distillation/corpus:read_corpus runs/distillation/precompute:prepare_tables
+        runs/distillation/precompute:prepare_tokens runs/distillation/preparation:_fit_projection""",
     "test_an_operation_stops_in_its_middle": """
         evaluation/evaluation:measure_model evaluation/evaluation:_reporting_search evaluation/evaluation:_measure_formats
-        runs/distillation/corpus:_verifying runs/distillation/corpus:_write_part
+        runs/distillation/precompute:_verifying runs/distillation/precompute:_write_part
         runs/distillation/dev_ensemble:DevEnsemble.of runs/distillation/final_evaluation:_measure_student
         runs/distillation/final_evaluation:_measure_teacher runs/distillation/final_evaluation:_measure_ranks
         runs/distillation/final_evaluation:contamination_of runs/mutual/final_evaluation:contamination_of
@@ -414,7 +414,7 @@ ASKS = {
         runs/mutual/mining:prepare_mining runs/mutual/mining:_mine_bands runs/mutual/mining:_mine_bm25
         runs/mutual/pairs:read_pairs runs/mutual/pairs:_prepare runs/mutual/preflight:_score""",
     "test_candidates.py": """
-        runs/distillation/corpus:_find_candidates runs/distillation/corpus:_write_scores
+        runs/distillation/precompute:_find_candidates runs/distillation/precompute:_write_scores
         teachers/candidates:CandidateSearch._nearest teachers/candidates:CandidateSearch._sharing_words""",
     "test_stopped_evaluation.py": "runs/backend:LocalBackend.run_on_devices runs/mutual/final_evaluation:_measure",
     "test_mutual_stopped.py": "runs/mutual/group:LocalGroup.score",
@@ -438,7 +438,7 @@ SHORT = {
         evaluation/candidates:_with_total models/static:StaticEncoder.encode""",
     "small files": """
         evaluation/contamination:Contamination.write report/card:write_cards tuning/records:write_tables
-        runs/distillation/final_evaluation:_complete_table runs/distillation/corpus:_score_candidates""",
+        runs/distillation/final_evaluation:_complete_table runs/distillation/precompute:_score_candidates""",
     "asks by `stop_of_score`: test_a_stop_in_a_dev_score_…": "runs/distillation/distillation_task:DevMetric.of",
     "a training step": """
         runs/mutual/pair_task:PairBatch.encode runs/mutual/pair_task:PairBatch._encode_part

@@ -23,16 +23,10 @@ from distcse.recipe import LoggersSection, Recipe, Sweep, TeachersSection, Train
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import NodeNeeds, joined_for_devices, model_memory, report_gpus, waited_for_nodes
 from distcse.runs.directory import RunDirectory, check_storage
-from distcse.runs.distillation.corpus import (
-    band_warnings,
-    extent_of,
-    fit_to_corpus,
-    model_warnings,
-    prepare_candidates,
-    read_corpus,
-)
-from distcse.runs.distillation.distillation_task import TrainSpec, encoder_weights, initial_student
+from distcse.runs.distillation.corpus import band_warnings, extent_of, fit_to_corpus, model_warnings, read_corpus
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.final_evaluation import ScoredStudent, contamination_of, final_scores, labelled_tasks
+from distcse.runs.distillation.precompute import prepare_candidates
 from distcse.runs.distillation.preflight import recipe_questions, rehearse_run
 from distcse.runs.distillation.preparation import (
     PreparedCorpus,
@@ -52,6 +46,7 @@ from distcse.runs.distillation.processes import (
     with_list_teachers,
     with_precisions,
 )
+from distcse.runs.distillation.student_model import encoder_weights, initial_student
 from distcse.runs.experiment import (
     TRIALS,
     Experiment,

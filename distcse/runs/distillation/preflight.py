@@ -24,15 +24,11 @@ from distcse.runs.distillation.corpus import (
     band_warnings,
     extent_of,
     fit_to_corpus,
-    prepare_candidates,
-    prepare_tables,
     read_corpus,
-    require_embedding,
     teacher_token_warnings,
-    vector_width,
 )
-from distcse.runs.distillation.distillation_task import build_student
 from distcse.runs.distillation.final_evaluation import labelled_tasks
+from distcse.runs.distillation.precompute import prepare_candidates, prepare_tables, require_embedding, vector_width
 from distcse.runs.distillation.preparation import require_candidates, require_shared_projection, require_vectors
 from distcse.runs.distillation.processes import (
     describe_resources,
@@ -43,6 +39,7 @@ from distcse.runs.distillation.processes import (
     with_precisions,
     with_teacher_precisions,
 )
+from distcse.runs.distillation.student_model import build_student
 from distcse.runs.experiment import TrialGpus, questions_of
 from distcse.storage import open_store, resolve_path
 from distcse.teachers.candidates import Candidates

@@ -17,15 +17,10 @@ from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import PROJECTION, RunDirectory
-from distcse.runs.distillation.corpus import (
-    fit_to_corpus,
-    prepare_candidates,
-    prepare_tables,
-    prepare_tokens,
-    read_corpus,
-)
+from distcse.runs.distillation.corpus import fit_to_corpus, read_corpus
 from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.final_evaluation import labelled_tasks
+from distcse.runs.distillation.precompute import prepare_candidates, prepare_tables, prepare_tokens
 from distcse.runs.distillation.processes import student_needs, with_list_teachers
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.candidates import import_bm25s
