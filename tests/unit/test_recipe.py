@@ -276,7 +276,7 @@ INVALID_VALUES = {
     "student.layers=[4, 2]": "layers must be ascending and distinct",
     "student.pooling=avg": "student.pooling is 'avg'; expected 'cls'",
     "objective.rank.form=listnet": "did you mean 'list_net'?",
-    "training.workers=3": "workers is 3, which does not divide batch_size 128; allowed: 1, 2, 4",
+    "training.workers=3": "workers is 3, which does not divide batch_size 64; allowed: 1, 2, 4",
     "training.min_workers=2": "min_workers is 2, and workers 0",
     "training={engine: torch, zero_stage: 1}": "zero_stage needs DeepSpeed; write engine: deepspeed, or zero_stage: 0",
     "training={engine: deepspeed, deepspeed: {gradient_clipping: 1.0}}": "deepspeed sets gradient_clipping",
@@ -284,8 +284,8 @@ INVALID_VALUES = {
     "training={engine: deepspeed, deepspeed: {zero_optimization: {offload_param: {}}}}": "offload_param",
     "training={engine: deepspeed, deepspeed: {zero_optimization: 3}}": "deepspeed.zero_optimization is 3",
     "training.deepspeed={steps_per_print: 1}": "write engine: deepspeed, or deepspeed: null",
-    "training.dropout_rng_streams=3": "dropout_rng_streams is 3, which does not divide batch_size 128",
-    "training.gradient_accumulation=7": "evaluation.eval_steps is 44, which is no multiple",
+    "training.dropout_rng_streams=3": "dropout_rng_streams is 3, which does not divide batch_size 64",
+    "training.gradient_accumulation=7": "evaluation.eval_steps is 88, which is no multiple",
     "corpus.sources.0.dataset=x": (
         "gives path and dataset, but a corpus has one source; keep one, and set the other to null"
     ),
