@@ -261,6 +261,7 @@ def material(data: Path, folder: Path) -> dict[str, list[str]]:
         "wiki": sources({"path": wiki, "limit": 36_708}),
         "medical": sources(*medical),
         "code": sources(*code),
+        "code-and-questions": sources(*code, {**of(texts / "web_questions.txt", "query"), "limit": 20_000}),
         "all": sources(*medical, *code, of(texts / "web_questions.txt", "query")),
     }
 
