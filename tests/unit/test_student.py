@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import time
@@ -153,9 +154,18 @@ def test_a_resumed_run_ends_at_the_same_weights(
     [*(pytest.param(stage, "fp32", marks=pytest.mark.slow) for stage in (0, 1, 2)), (0, "bf16"), (3, "fp32")],
 )
 def test_every_zero_stage_equals_the_torch_engine_and_resumes(
-    recipe_with: MakeRecipe, undisturbed: Callable[..., Weights], stage: int, precision: str
+    recipe_with: MakeRecipe,
+    undisturbed: Callable[..., Weights],
+    stage: int,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From stage 1 on with the settings in `cluster/deepspeed`, which do not change training."""
+    """From stage 1 on with the settings in `cluster/deepspeed`, which do not change training. No launcher's variable stays."""
+    monkeypatch.setenv(
+        "OMPI_COMM_WORLD_LOCAL_RANK", "3"
+    )  # another than LOCAL_RANK, as if mpirun had started this process
+    variables = "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
+    before = {name: os.environ.get(name) for name in variables}
     both = (f"training.precision={precision}", "training.weight_decay=0.1", SHORT)
     overrides = ["training.engine=deepspeed", f"training.zero_stage={stage}", *both]
     file: Path | None = None
@@ -168,6 +178,7 @@ def test_every_zero_stage_equals_the_torch_engine_and_resumes(
     spec, tables = make_spec(recipe)
     assert train(spec, tables, stop_after=2).interrupted
     train(spec, tables)
+    assert {name: os.environ.get(name) for name in variables} == before  # accelerate would look for a launcher
     assert_same_learning(undisturbed(*both), weights_of(spec.run.path), mean=1e-5 if precision == "fp32" else 5e-5)
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,15 +35,16 @@ class DeepSpeedEngine:
         self._stage = training.zero_stage
         self._parameters = trained_parameters(model)
         optimizer = make_adamw(self._parameters.values(), training)
-        if has_gpu():  # DeepSpeed uses LOCAL_RANK as the GPU's index, and two workers can share a GPU
-            os.environ["LOCAL_RANK"] = str(gpu_module(default_device()).current_device())
         self._linear = nn.functional.linear  # ZeRO 3 replaces it in the entire process
         has_scalars = any(not parameter.ndim for parameter in self._parameters.values())
         self._for_scalars: AbstractContextManager[Any] = _ForScalars() if has_scalars else nullcontext()
-        with self._for_scalars:
-            self._engine, self._optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=deepspeed_config(training, rows)
-            )
+        with ExitStack() as variables:
+            variables.enter_context(_variables_of_a_rank())
+            with self._for_scalars:
+                self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                    model=model, optimizer=optimizer, config=deepspeed_config(training, rows)
+                )
+            self._variables = variables.pop_all() if self._stage == 3 else ExitStack()  # ZeRO 3 reads them in each step
         self.device: torch.device = self._engine.device
         self._updates = 0
         if self._stage:
@@ -83,6 +84,7 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         self._engine.destroy()
+        self._variables.close()
         nn.functional.linear = self._linear
         if self._owns_group:
             # Not torch's function: DeepSpeed has a second record of the group, which would break the next engine.
@@ -175,11 +177,25 @@ def _step_count(updates: int, device: torch.device) -> Tensor:
     return torch.tensor(float(updates), device=None if device.type == "cpu" else device)
 
 
+@contextmanager
+def _variables_of_a_rank() -> Iterator[None]:
+    """Context manager: the variables of a launcher that DeepSpeed reads. If they stayed, accelerate would look for a launcher."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    of_one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    # mpirun may have started this process or Ray: DeepSpeed compares its variable with LOCAL_RANK, which Ray Train sets.
+    os.environ.update({name: before.get(name, value) for name, value in of_one.items()})
+    if has_gpu():  # DeepSpeed uses LOCAL_RANK as the GPU's index, and two workers can share a GPU
+        os.environ["LOCAL_RANK"] = str(gpu_module(default_device()).current_device())
+    try:
+        yield
+    finally:
+        for name in of_one:
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def _open_group_of_one() -> bool:
-    # Set where mpirun started this process or Ray. DeepSpeed compares it with LOCAL_RANK, which Ray Train sets.
-    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-        os.environ.setdefault(name, value)
     if dist.is_initialized():
         return False
     backend = "nccl" if has_gpu() else "gloo"
