@@ -15,6 +15,7 @@ import hashlib
 import json
 import random
 import sys
+import tokenize
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Function:
     Attributes:
         summary: The docstring's first paragraph.
         source: The function, with its docstring.
-        code: The function without it.
+        code: The function without it; empty where nothing else is in its lines.
         is_held_out: Whether its file is in the retrieval set.
     """
 
@@ -55,15 +56,19 @@ def main() -> None:
     learned = [each for each in found if not each.is_held_out]
     if not learned:
         sys.exit(f"no documented function in {', '.join(map(str, options.folders))}; name folders with files *.py")
-    search = options.out / "retrieval" / "code"
-    (search / "qrels").mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     queries, documents = lines_of(each.summary for each in learned), lines_of(each.source for each in learned)
     write_lines(options.out / "queries.txt", queries)
     write_lines(options.out / "documents.txt", documents)
-    known = {*queries, *documents}
+    known = {*queries, *lines_of(each.code for each in learned)}
     pairs = {" ".join(each.code.split()): " ".join(each.summary.split()) for each in found if each.is_held_out}
     pairs = {summary: code for code, summary in pairs.items() if code and known.isdisjoint((summary, code))}
+    if not pairs:
+        print(f"{len(queries):,} queries and {len(documents):,} documents in {options.out}; too few files for a set")
+        return
     held_out = list(islice(pairs.items(), _SEARCH_SIZE))
+    search = options.out / "retrieval" / "code"
+    (search / "qrels").mkdir(parents=True, exist_ok=True)
     for name, place in (("queries", 0), ("corpus", 1)):
         rows = [json.dumps({"_id": f"{name[0]}{number}", "text": pair[place]}) for number, pair in enumerate(held_out)]
         write_lines(search / f"{name}.jsonl", rows)
@@ -73,27 +78,42 @@ def main() -> None:
 
 
 def functions(folders: Sequence[Path]) -> Iterator[Function]:
-    """Yield the functions of 4 to 399 words, with summaries of as many, of the Python files in folders, in a random order."""
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    """Yield the functions of 4 to 399 words, with summaries of as many, of the Python files in folders, in a random order.
+
+    Folders whose names begin with a dot are left out.
+    """
+    files = sorted(
+        file for folder in folders for file in folder.rglob("*.py") if not _is_hidden(file.relative_to(folder))
+    )
     random.Random(0).shuffle(files)
     for file in files:
         try:
-            source = file.read_text(encoding="utf-8")
+            with tokenize.open(file) as opened:  # in the encoding that the file names
+                source = opened.read()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # invalid escapes in the source
                 tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError):  # a template, or of another version of Python
+        except (OSError, SyntaxError, ValueError, RecursionError):  # a template, or of another version of Python
             continue
         is_held_out = hashlib.blake2b(source.encode()).digest()[0] % _HELD_OUT_ONE_IN == 0
-        lines = source.splitlines()
+        lines = source.split("\n")  # as Python counts them: a form feed ends none
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
-                docstring, summary = node.body[0], text.partition("\n\n")[0]
-                first, last = node.lineno - 1, node.end_lineno
-                whole = "\n".join(lines[first:last])
+                summary, whole = text.partition("\n\n")[0], "\n".join(lines[node.lineno - 1 : node.end_lineno])
                 if len(summary.split()) in _WORDS and len(whole.split()) in _WORDS:
-                    code = "\n".join([*lines[first : docstring.lineno - 1], *lines[docstring.end_lineno : last]])
-                    yield Function(summary, whole, code, is_held_out)
+                    yield Function(summary, whole, _without_docstring(node, lines), is_held_out)
+
+
+def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: Sequence[str]) -> str:
+    docstring, *body = node.body
+    before = lines[node.lineno - 1 : docstring.lineno - 1]
+    if not body or body[0].lineno == docstring.end_lineno or not before or not before[-1].rstrip().endswith(":"):
+        return ""
+    return "\n".join([*before, *lines[docstring.end_lineno : node.end_lineno]])
+
+
+def _is_hidden(file: Path) -> bool:
+    return any(part.startswith(".") for part in file.parts)
 
 
 def lines_of(texts: Iterator[str]) -> list[str]:

@@ -194,8 +194,10 @@ def test_a_run_is_requeued_by_a_signal_resumes_and_ends(
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text()
     before = json.loads((latest / "trainer_state.json").read_text())
     assert before["step"] > 0 and not before["finished"], log()
-    wait_until(lambda: has("JobState=PENDING"), slurm)  # until then, its end, the new time would be forgotten
-    ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes
+    wait_until(
+        lambda: has("JobState=PENDING"), slurm
+    )  # Slurm would forget the new time while the job is still completing
+    assert ask(slurm, "scontrol", "update", f"JobId={job}", "StartTime=now") == ""  # it waits two minutes by default
     wait_until(lambda: has("JobState=COMPLETED"), slurm)
     steps = [
         event["step"]

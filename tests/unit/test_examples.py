@@ -110,6 +110,9 @@ def test_functions_become_queries_documents_and_a_search_set(
         (tmp_path / f"m{number}.py").write_text(source)
     (tmp_path / "template.py").write_text("def {{ name }}():")
     (tmp_path / "latin.py").write_bytes(b"# \xff")
+    (tmp_path / "lost.py").symlink_to("nowhere")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "hidden.py").write_text(source)
     monkeypatch.setattr(sys, "argv", ["code_corpus.py", str(tmp_path), "--out", str(tmp_path / "out")])
     code_corpus.main()
     queries, documents = (
@@ -128,3 +131,37 @@ def test_functions_become_queries_documents_and_a_search_set(
     with pytest.raises(SystemExit, match=r"no documented function in .*empty"):
         code_corpus.main()
     assert not (tmp_path / "none").exists()
+
+
+def test_code_without_its_docstring_is_as_python_reads_it(tmp_path: Path) -> None:
+    """In the file's encoding, with a form feed; empty where the docstring shares a line with something else."""
+    file = tmp_path / "m.py"
+    file.write_bytes(
+        b'# coding: latin-1\n\x0cdef find(hay):\n    """Find the n\xe4\xefve needle."""\n    return hay\n'
+        b'def stub(hay):\n    """Find all of the needles."""\n'
+        b'def two(hay,\n        straw): """Find two of the needles."""; return hay\n'
+        b'def more(hay):\n    """Find more of the needles."""; straw = 1\n    return straw\n'
+    )
+    found = {each.summary: each.code for each in code_corpus.functions([tmp_path])}
+    assert found == {
+        "Find the n\xe4\xefve needle.": "\x0cdef find(hay):\n    return hay",
+        "Find all of the needles.": "",
+        "Find two of the needles.": "",
+        "Find more of the needles.": "",
+    }
+
+
+def test_too_few_files_for_a_set_are_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = 'def find(hay):\n    """Find the needle in the hay."""\n    return hay\n'
+    sources = (body + f"# {number}" for number in range(100))
+    monkeypatch.setattr(sys, "argv", ["code_corpus.py", str(tmp_path), "--out", str(tmp_path / "out")])
+    for source in sources:
+        (tmp_path / "m.py").write_text(source)
+        [entry] = code_corpus.functions([tmp_path])
+        if not entry.is_held_out:
+            break
+    code_corpus.main()
+    assert capsys.readouterr().out.startswith("1 queries and 1 documents in ")
+    assert not (tmp_path / "out" / "retrieval").exists()

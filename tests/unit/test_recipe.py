@@ -285,7 +285,7 @@ INVALID_VALUES = {
     "training={engine: deepspeed, deepspeed: {zero_optimization: 3}}": "deepspeed.zero_optimization is 3",
     "training.deepspeed={steps_per_print: 1}": "write engine: deepspeed, or deepspeed: null",
     "training.dropout_rng_streams=3": "dropout_rng_streams is 3, which does not divide batch_size 64",
-    "training.gradient_accumulation=7": "evaluation.eval_steps is 89, which is no multiple",
+    "training.gradient_accumulation=7": "evaluation.eval_steps is 90, which is no multiple",
     "corpus.sources.0.dataset=x": (
         "gives path and dataset, but a corpus has one source; keep one, and set the other to null"
     ),

@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,13 +38,15 @@ class DeepSpeedEngine:
         self._linear = nn.functional.linear  # ZeRO 3 replaces it in the entire process
         has_scalars = any(not parameter.ndim for parameter in self._parameters.values())
         self._for_scalars: AbstractContextManager[Any] = _ForScalars() if has_scalars else nullcontext()
-        with ExitStack() as variables:
-            variables.enter_context(_variables_of_a_rank())
+        self._variables = _set_variables_of_rank()
+        try:
             with self._for_scalars:
                 self._engine, self._optimizer, _, _ = deepspeed.initialize(
                     model=model, optimizer=optimizer, config=deepspeed_config(training, rows)
                 )
-            self._variables = variables.pop_all() if self._stage == 3 else ExitStack()  # ZeRO 3 reads them in each step
+        finally:
+            if self._stage < 3:  # ZeRO 3 reads them in each forward pass
+                _restore_variables(self._variables)
         self.device: torch.device = self._engine.device
         self._updates = 0
         if self._stage:
@@ -84,7 +86,8 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         self._engine.destroy()
-        self._variables.close()
+        if self._stage == 3:
+            _restore_variables(self._variables)
         nn.functional.linear = self._linear
         if self._owns_group:
             # Not torch's function: DeepSpeed has a second record of the group, which would break the next engine.
@@ -177,22 +180,28 @@ def _step_count(updates: int, device: torch.device) -> Tensor:
     return torch.tensor(float(updates), device=None if device.type == "cpu" else device)
 
 
-@contextmanager
-def _variables_of_a_rank() -> Iterator[None]:
-    """Context manager: the variables of a launcher that DeepSpeed reads. If they stayed, accelerate would look for a launcher."""
+def _set_variables_of_rank() -> dict[str, str | None]:
+    """Set the variables of a launcher that DeepSpeed reads, and return what they were.
+
+    If they stayed, accelerate would look for the launcher. mpirun may have started this process or Ray: DeepSpeed compares its
+    variable with LOCAL_RANK, which Ray Train sets.
+    """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
-    of_one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    # mpirun may have started this process or Ray: DeepSpeed compares its variable with LOCAL_RANK, which Ray Train sets.
-    os.environ.update({name: before.get(name, value) for name, value in of_one.items()})
-    if has_gpu():  # DeepSpeed uses LOCAL_RANK as the GPU's index, and two workers can share a GPU
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if has_gpu():  # DeepSpeed uses it as the GPU's index, and two workers can share a GPU
         os.environ["LOCAL_RANK"] = str(gpu_module(default_device()).current_device())
-    try:
-        yield
-    finally:
-        for name in of_one:
-            del os.environ[name]
-        os.environ.update(before)
+    os.environ.update(RANK=str(rank()), WORLD_SIZE=str(world_size()))
+    return before
+
+
+def _restore_variables(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _open_group_of_one() -> bool:
