@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -107,11 +107,16 @@ def gpus_hidden() -> Iterator[None]:
         yield
     finally:
         _hides_gpus = was_hidden
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        restore_variables(variables)
+
+
+def restore_variables(before: Mapping[str, str | None]) -> None:
+    """Give environment variables the values that they had before; None is unset."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _words(file: Path) -> list[str]:

@@ -161,9 +161,7 @@ def test_every_zero_stage_equals_the_torch_engine_and_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From stage 1 on with the settings in `cluster/deepspeed`, which do not change training. No launcher's variable stays."""
-    monkeypatch.setenv(
-        "OMPI_COMM_WORLD_LOCAL_RANK", "3"
-    )  # another than LOCAL_RANK, as if mpirun had started this process
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")  # not LOCAL_RANK's, as if mpirun had started this process
     variables = "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
     before = {name: os.environ.get(name) for name in variables}
     both = (f"training.precision={precision}", "training.weight_decay=0.1", SHORT)

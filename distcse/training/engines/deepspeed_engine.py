@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from distcse.compat import create_optimizer_state, require_no_compiler
 from distcse.devices.device import default_device, gpu_module, has_gpu
 from distcse.devices.distributed import rank, world_size
+from distcse.devices.host import restore_variables
 from distcse.recipe import LoopSection, decided
 from distcse.training.checkpoint_files import WEIGHTS, ModelState
 from distcse.training.engines.fused_adamw import MOMENTS, make_adamw, trained_parameters
@@ -46,7 +47,7 @@ class DeepSpeedEngine:
                 )
         finally:
             if self._stage < 3:  # ZeRO 3 reads them in each forward pass
-                _restore_variables(self._variables)
+                restore_variables(self._variables)
         self.device: torch.device = self._engine.device
         self._updates = 0
         if self._stage:
@@ -87,7 +88,7 @@ class DeepSpeedEngine:
     def close(self) -> None:
         self._engine.destroy()
         if self._stage == 3:
-            _restore_variables(self._variables)
+            restore_variables(self._variables)
         nn.functional.linear = self._linear
         if self._owns_group:
             # Not torch's function: DeepSpeed has a second record of the group, which would break the next engine.
@@ -194,14 +195,6 @@ def _set_variables_of_rank() -> dict[str, str | None]:
         os.environ["LOCAL_RANK"] = str(gpu_module(default_device()).current_device())
     os.environ.update(RANK=str(rank()), WORLD_SIZE=str(world_size()))
     return before
-
-
-def _restore_variables(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _open_group_of_one() -> bool:
