@@ -24,7 +24,6 @@ import sysconfig
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +52,9 @@ LENGTHS = {"docstrings": 64}
 """Tokens that models read of each set; of others 128."""
 SAMPLES = Path(distcse.__file__).parent / "text" / "samples"
 _FUNCTIONS = 10_000
+"""The first ones of the installed packages."""
+_ONE_FUNCTION_OF = 3
+"""Of `more-code`, which is of all packages."""
 
 Source = dict[str, object]
 
@@ -242,18 +244,19 @@ def material(data: Path, folder: Path) -> dict[str, list[str]]:
         write_lines(texts / "web_questions.txt", lines_of(web))
         tested = texts_of(folder / "sets" / "cosqa" / "retrieval" / "cosqa")
         packages = Path(sysconfig.get_paths()["purelib"])
-        untested = (
+        untested = [
             each for each in functions([packages]) if tested.isdisjoint(map(letters, (each.summary, each.source)))
-        )
-        found = list(islice(untested, _FUNCTIONS))
-        write_lines(texts / "summaries.txt", lines_of(each.summary for each in found))
-        write_lines(texts / "functions.txt", lines_of(each.source for each in found))
+        ]
+        for before, found in (("", untested[:_FUNCTIONS]), ("more_", untested[::_ONE_FUNCTION_OF])):
+            write_lines(texts / f"{before}summaries.txt", lines_of(each.summary for each in found))
+            write_lines(texts / f"{before}functions.txt", lines_of(each.source for each in found))
     wiki = str(data / "corpus" / "wiki_sentences.txt.gz")
     short = ["student.max_length=64", "teachers.encoders.0.max_length=64"]
     large = [*short, "training.batch_size=128"]
     docstrings = [of(SAMPLES / "queries.txt.gz", "query"), of(SAMPLES / "documents.txt.gz", "document")]
     medical = [of(texts / "medical_questions.txt", "query"), of(texts / "medical_passages.txt", "document")]
     code = [of(texts / "summaries.txt", "query"), of(texts / "functions.txt", "document")]
+    more_code = [of(texts / "more_summaries.txt", "query"), of(texts / "more_functions.txt", "document")]
     return {
         "quickstart": [*sources(*docstrings), *short, "training.epochs=1.5"],
         "docstrings": [*sources(*docstrings), *large],
@@ -261,6 +264,7 @@ def material(data: Path, folder: Path) -> dict[str, list[str]]:
         "wiki": sources({"path": wiki, "limit": 36_708}),
         "medical": sources(*medical),
         "code": sources(*code),
+        "more-code": sources(*more_code),
         "code-and-questions": sources(*code, {**of(texts / "web_questions.txt", "query"), "limit": 20_000}),
         "all": sources(*medical, *code, of(texts / "web_questions.txt", "query")),
     }

@@ -44,7 +44,7 @@ def reference() -> str:
     """Return the page as Markdown."""
     parts = [_HEAD]
     headings: dict[type[BaseModel], str] = {}
-    shown: dict[str, str] = {}
+    shown: dict[tuple[str, ...], tuple[str, str]] = {}
     documents: list[tuple[str, str, type[BaseModel], str]] = [
         *((kind.title, kind.subject(), kind, kind.summary) for kind in recipe_classes()),
         ("search space", " of a search space", Sweep, _SPACE),
@@ -59,32 +59,40 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def _table(model: type[BaseModel], headings: dict[type[BaseModel], str], shown: dict[str, str]) -> str:
-    """Return a section's keys: a table, and links for several keys that an earlier section has in the same words (`shown`)."""
+def _table(
+    model: type[BaseModel], headings: dict[type[BaseModel], str], shown: dict[tuple[str, ...], tuple[str, str]]
+) -> str:
+    """Return a section's keys: a table, and links for several keys that an earlier section has in the same words.
+
+    `shown` has the heading and the default of each row so far, by its other cells.
+    """
     rows: dict[str, str] = {}
+    repeated: dict[tuple[str, bool], list[str]] = {}
     for name, field in model.model_fields.items():
         _, inner = section_in(field.annotation)
         kind = describe_type(field)
         if inner is not None:
             kind = re.sub("sections?", rf"[\g<0>](#{_anchor(headings[inner])})", kind)
-        cells = (f"`{name}`", kind, _default(field), _prose(field.description))
+        default, words = _default(field), (f"`{name}`", kind, _prose(field.description))
+        cells = (*words[:2], default, words[2])
         rows[name] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    repeated: dict[str, list[str]] = {}
-    for name, row in rows.items():
-        if (heading := shown.setdefault(row, headings[model])) != headings[model]:
-            repeated.setdefault(heading, []).append(name)
-    repeated = {heading: names for heading, names in repeated.items() if len(names) > 1}
+        heading, earlier = shown.setdefault(words, (headings[model], default))
+        if heading != headings[model] and default in (earlier, "`null`"):
+            repeated.setdefault((heading, default == earlier), []).append(name)
+    repeated = {place: names for place, names in repeated.items() if len(names) > 1}
     linked = {name for names in repeated.values() for name in names}
     table = [row for name, row in rows.items() if name not in linked]
     parts = ["\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *table])] if table else []
-    for heading, names in repeated.items():
-        parts.append(f"As in [{heading}](#{_anchor(heading)}): {', '.join(f'`{name}`' for name in names)}.")
+    for (heading, is_same), names in repeated.items():
+        but = "" if is_same else ", null by default"
+        parts.append(f"As in [{heading}](#{_anchor(heading)}){but}: {', '.join(f'`{name}`' for name in names)}.")
     return "\n\n".join(parts) + "\n"
 
 
 def describe_type(field: FieldInfo) -> str:
-    """Describe the type of a key: `integer ≥ 1 or null`."""
-    return _type(field.annotation, field.metadata)
+    """Describe the type of a key: `integer ≥ 1`; a default of null says by itself that null is allowed."""
+    kind = _type(field.annotation, field.metadata)
+    return kind if field.is_required() or field.default is not None else kind.removesuffix(" or null")
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:

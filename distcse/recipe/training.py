@@ -278,9 +278,9 @@ class BiSection(LoopSection):
     lr: Annotated[float, Field(gt=0, le=1)] = 5e-5
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of steps in which the learning rate rises linearly from 0."""
+    """Share of steps with a linearly rising learning rate; then it falls linearly to 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; biases and norms have none."""
 
 
 class CrossSection(LoopSection):
@@ -293,9 +293,9 @@ class CrossSection(LoopSection):
     lr: Annotated[float, Field(gt=0, le=1)] = 2e-5
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of steps in which the learning rate rises linearly from 0."""
+    """Share of steps with a linearly rising learning rate; then it falls linearly to 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; biases and norms have none."""
     max_length: Annotated[int, Field(ge=8, le=8192)] = 64
     """Maximum tokens per pair, in training, labeling and the saved model."""
     both_orders: bool = True
@@ -312,19 +312,19 @@ class LoopOverrides(Section):
     lr: Annotated[float, Field(gt=0, le=1)] | None = None
     """Peak learning rate of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; biases and norms have none."""
     warmup: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of steps in which the learning rate rises from 0."""
+    """Share of steps with a linearly rising learning rate; then it falls linearly to 0."""
     gradient_clipping: Annotated[float, Field(ge=0)] | None = None
     """Maximum norm of the gradient; 0 disables clipping."""
     gradient_accumulation: Annotated[int, Field(ge=1)] | None = None
-    """Steps whose gradients are averaged per optimizer step."""
+    """Steps whose gradients are averaged per optimizer step; lists stay `batch_size` long."""
     precision: Precision | None = None
     """Precision of training; `auto` depends on this group's devices alone."""
     engine: Literal["auto", "deepspeed", "torch"] | None = None
-    """Engine of the training loop."""
+    """`auto` is PyTorch with CUDA graphs or without DeepSpeed, else DeepSpeed."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
-    """DeepSpeed ZeRO stage."""
+    """DeepSpeed ZeRO stage; 0 is fastest for small students."""
     cuda_graphs: Literal["auto", "on", "off"] | None = None
     """Capture steps as CUDA graphs."""
 
