@@ -223,7 +223,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def without_ray() -> Iterator[None]:
     """Commands start no Ray in the background, for tests of commands that end before they need it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distcse.cli.training.start_ray", lambda **options: False)
+        for command in ("training", "tuning"):
+            patch.setattr(f"distcse.cli.{command}.start_ray", lambda **options: False)
         yield
 
 

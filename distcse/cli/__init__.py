@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from distcse import __version__
-from distcse.cli import data, jobs, models, preparation, training
+from distcse.cli import data, embedding, jobs, models, preparation, training, tuning
 from distcse.cli.shared import COMMANDS, GROUPS, USUAL_CALLS, Commands, add_command, parse
 from distcse.cluster.cluster import shutdown_ray
 from distcse.devices import host
@@ -56,11 +56,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, Commands]:
     )
     tree.add_argument("--version", action="version", version=f"distcse {__version__}")
     commands = tree.add_subparsers(help=argparse.SUPPRESS)
-    training.add_commands(commands)
-    data.add_commands(commands)
-    preparation.add_commands(commands)
-    models.add_commands(commands)
-    jobs.add_commands(commands)
+    for part in (training, tuning, embedding, data, preparation, models, jobs):
+        part.add_commands(commands)
     _add_completion(commands)
     return tree, commands
 

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from distcse import cli
-from distcse.cli.training import status_of
+from distcse.cli.tuning import status_of
 from distcse.cluster.nodes import alive
 from distcse.cluster.sweep import run_sweep
 from distcse.devices.process import INTERRUPTED

@@ -72,7 +72,8 @@ def test_output_in_the_copy_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("distcse.cli.training.start_ray", lambda **options: None)
+    for command in ("training", "tuning"):
+        monkeypatch.setattr(f"distcse.cli.{command}.start_ray", lambda **options: None)
     (job / "model").mkdir()
     assert is_refused(name, *words)
     error = capsys.readouterr().err
