@@ -63,7 +63,6 @@ PAPER = (
 )
 LIST_NET = (*PAPER, "training.lr=3e-5", "objective.rank={form: list_net, tau2: 0.025, tau3: 0.0125}")
 LIST_MLE = (*PAPER, "objective.rank={form: list_mle, tau2: 0.05}")
-FALSE_NEGATIVES = "objective.info_nce.false_negatives={threshold: 0.9, form: %s}"
 CHOSEN = ("student.layers=[0, 4, 5]",)
 """The layers that agree best with the teacher before training, as `layers: auto` of commit 4e988bc9 chose them."""
 
@@ -71,8 +70,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "RankCSE-ListNet, as published": (*LIST_NET, "TWO"),
     "RankCSE-ListMLE, as published": (*LIST_MLE, "training.lr=2e-5", "TWO"),
     "RankCSE-ListNet, one teacher": LIST_NET,
-    "RankCSE-ListNet, one teacher, false negatives masked": (*LIST_NET, FALSE_NEGATIVES % "mask"),
-    "RankCSE-ListNet, one teacher, false negatives softened": (*LIST_NET, FALSE_NEGATIVES % "soften"),
     "lists alone, sharp": (),
     "vectors alone": VECTORS,
     "vectors and lists": LISTS_TOO,
@@ -86,7 +83,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "student.layers=[1, 3, 5]",
         "student.init_weight_mix=0.2",
     ),
-    "vectors, layers: auto, words of 128 numbers": (*VECTORS, *CHOSEN, "student.embedding_size=128"),
     "vectors and lists, layers 1, 3, 5": (*LISTS_TOO, "student.layers=[1, 3, 5]"),
     "two layers (2, 5), vectors alone": (*VECTORS, "student.layers=[2, 5]"),
     "two layers (2, 5), a fifth of the start": (*VECTORS, "student.layers=[2, 5]", "student.init_weight_mix=0.2"),

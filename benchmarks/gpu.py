@@ -458,7 +458,6 @@ class TrainedStudent(Student):
         steps: How many.
     """
 
-    patience: int | None = None
     evaluates_initial_model = False
     teacher_wait_s = 0.0
     metric_name: str | None = "mean cosine of pairs"

@@ -44,6 +44,7 @@ def make_encoder(
         "minilm": {**bert, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 192},
         "roberta": {**bert, "type_vocab_size": 1},
         "mpnet": bert,
+        "electra": {**bert, "embedding_size": 16},
         "distilbert": {
             "max_position_embeddings": 66,
             "hidden_dim": 2 * width,

@@ -9,7 +9,7 @@ average gradients instead, and therefore multiply the share by W.
 
 from distcse.losses.consistency import Consistency, jensen_shannon, negative_entropy
 from distcse.losses.detection import ReplacedTokenDetection, detection
-from distcse.losses.info_nce import InfoNCE, info_nce, negative_weights
+from distcse.losses.info_nce import InfoNCE, info_nce
 from distcse.losses.objective import TRIED_WIDTH, Objective, build_objective, try_terms
 from distcse.losses.rank import ListMLE, ListNet, drop_positive, list_mle, list_net
 from distcse.losses.rank_regression import RankRegression, squared_errors
@@ -40,7 +40,6 @@ __all__ = [
     "list_net",
     "mix_lists",
     "negative_entropy",
-    "negative_weights",
     "squared_distances",
     "squared_errors",
     "try_terms",

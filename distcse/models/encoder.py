@@ -37,9 +37,9 @@ from distcse.models.loading import (
 from distcse.models.pooling import AT_ONE_TOKEN, Dense, build_head, pool, token_position
 from distcse.models.saving import replacing, save_model, write_layout
 from distcse.models.st_format import Layout, find_prompt
-from distcse.models.student import factorize_embeddings, keep_layers
+from distcse.models.student import keep_layers
 from distcse.models.texts import TOKENIZED_TEXTS, apply_prompt, as_texts, is_template
-from distcse.recipe import EncoderSection, Pooling, Role, StudentSection, TrainedSection
+from distcse.recipe import EncoderSection, Pooling, Role, TrainedSection
 from distcse.recipe.validation_errors import explain
 from distcse.storage import ArtifactStore
 from distcse.text.token_table import Reading, encode_batch, tokenizing
@@ -122,8 +122,6 @@ class Encoder(nn.Module):
         backbone = load_backbone(folder, dropout, configured_length, dtype)
         if isinstance(section, TrainedSection) and section.layers is not None:
             keep_layers(backbone, section.layers)
-        if isinstance(section, StudentSection) and section.embedding_size is not None:
-            backbone = factorize_embeddings(backbone, section.embedding_size)
         fast_dropout(backbone)
         check_vocabulary(folder.backbone, tokenizer, backbone)
         refuse_unsupported_preprocessing(section, layout, tokenizer)

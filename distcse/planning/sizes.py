@@ -25,9 +25,9 @@ from distcse.models.folder import ModelFolder, find_local_model, has_tokenizer, 
 from distcse.models.loading import embedding_shape, has_dropout, refuse_unpooled_prompt
 from distcse.models.pooling import Dense, Normalize
 from distcse.models.st_format import Layout, read_layout
-from distcse.models.student import depth_of, factorize_embeddings, keep_layers
+from distcse.models.student import depth_of, keep_layers
 from distcse.models.texts import apply_prompt
-from distcse.recipe import CorpusSection, EncoderSection, StudentSection, TrainedSection
+from distcse.recipe import CorpusSection, EncoderSection, TrainedSection
 from distcse.text.sources import Source
 from distcse.text.token_table import SampledTokens
 
@@ -133,8 +133,6 @@ def _build(section: EncoderSection, config: Any, layout: Layout) -> Encoder:
         )
         if layers is not None:
             keep_layers(backbone, layers)
-        if isinstance(section, StudentSection) and section.embedding_size is not None:
-            backbone = factorize_embeddings(backbone, section.embedding_size)
         head = nn.Sequential(*(Normalize() if dense is None else Dense(dense) for _, dense in layout.head))
     pooling = section.pooling or layout.pooling or "mean"
     encoder = Encoder(backbone, SimpleNamespace(mask_token_id=0), pooling, 512, head=head)

@@ -93,9 +93,6 @@ Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"] | IndexProjection
 class StudentSection(TrainedSection):
     """The student encoder."""
 
-    embedding_size: Annotated[int, Field(ge=2)] | None = None
-    """Width of the word embeddings, reduced by principal components; the saved model is then an ELECTRA. null keeps the
-    backbone's."""
     init_weight_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Weight of the initial parameters in the evaluated and saved model (WiSE-FT, Wortsman et al. 2022, Eq. 1). Training
     continues from the unmixed ones."""

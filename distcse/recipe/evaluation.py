@@ -56,8 +56,6 @@ class EvaluationSection(Section):
     precision: Precision = "auto"
     """Precision of dev scores and final evaluation; `auto` is bf16 where all evaluating devices have fast bf16 units, else
     fp32."""
-    patience: Annotated[int, Field(ge=1)] | None = None
-    """Dev scores without a new best after which the run stops; null never stops early."""
     final_suites: list[Measure] | Literal["with_transfer"] | None = None
     """Suites of the final evaluation of start, student and teachers. null runs `sts`, `ranking`, `geometry` and `retrieval`
     with `data` (of a corpus with queries `retrieval` alone), else `agreement`. `with_transfer` adds `transfer`, which takes

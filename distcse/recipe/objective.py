@@ -32,8 +32,6 @@ Need = Literal["lists", "vectors", "candidates", "detector"]
 - `candidates`: rows that are queries with candidates, and the teachers' scores of these;
 - `detector`: the discriminator of edited tokens.
 """
-Needs = Mapping[Need, str]
-"""What a term needs -> the key of its section that asks for it; "" is the term itself."""
 ClassAndArguments = tuple[str, Mapping[str, Any]]
 """A class as `module:Class`, and keyword arguments of its constructor."""
 
@@ -45,6 +43,8 @@ class LossSection(Section):
     """Key of the term's weight in the sum."""
     contrasts_views: ClassVar[bool] = False
     """Whether the term compares a sentence's two views, and needs dropout to tell them apart."""
+    needs: ClassVar[tuple[Need, ...]] = ()
+    """What the term needs besides the two views."""
 
     @property
     def weight_in_sum(self) -> float:
@@ -56,20 +56,6 @@ class LossSection(Section):
         """Return the term's class, imported when an objective is built, and its arguments; `tau1` is the objective's."""
         raise NotImplementedError
 
-    @property
-    def needs(self) -> Needs:
-        """What the term needs besides the two views."""
-        return {}
-
-
-class FalseNegativesSection(Section):
-    """Treatment of in-batch negatives that the teachers rate as near-identical."""
-
-    threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.9
-    """Similarity, the teachers' weighted mean, from which a pair is a false negative."""
-    form: Literal["mask", "soften"] = "mask"
-    """`mask` excludes them; `soften` lowers their weight from 1 at `threshold` to 0 at similarity 1."""
-
 
 class InfoNCESection(LossSection):
     """InfoNCE over the global batch, one direction (SimCSE Eq. 1; RankCSE §4.2, Eq. 1)."""
@@ -79,16 +65,8 @@ class InfoNCESection(LossSection):
     weight: Weight = 1.0
     """Weight of the term in the sum."""
 
-    false_negatives: FalseNegativesSection | None = None
-    """Treatment of false negatives, by the teachers' similarities; null keeps all."""
-
     def term(self, tau1: float) -> ClassAndArguments:
-        masking = self.false_negatives.model_dump() if self.false_negatives is not None else {}
-        return "distcse.losses.info_nce:InfoNCE", {"tau1": tau1, **masking}
-
-    @property
-    def needs(self) -> Needs:
-        return {} if self.false_negatives is None else {"lists": "false_negatives"}
+        return "distcse.losses.info_nce:InfoNCE", {"tau1": tau1}
 
 
 class ConsistencySection(LossSection):
@@ -109,6 +87,7 @@ class ConsistencySection(LossSection):
 class RankSection(LossSection):
     """Ranking distillation from the teachers' lists (RankCSE Eq. 4 and 5)."""
 
+    needs = ("lists",)
     weight_key = "gamma"
 
     form: Literal["list_net", "list_mle"] = "list_net"
@@ -139,13 +118,11 @@ class RankSection(LossSection):
         unread = ("tau3",) if self.form == "list_mle" else ("list_reduction", "eps")
         return dict.fromkeys(unread, f"form is {self.form}")
 
-    @property
-    def needs(self) -> Needs:
-        return {"lists": ""}
-
 
 class RankRegressionSection(LossSection):
     """Regression of the student's cosines on the teachers' rank-space similarities (RankEncoder Eq. 6)."""
+
+    needs = ("lists",)
 
     weight: Weight = 0.05
     """Weight λ of the term in the sum."""
@@ -167,13 +144,11 @@ class RankRegressionSection(LossSection):
         arguments = {"lower": self.lower, "upper": self.upper, "same_view": same_view}
         return "distcse.losses.rank_regression:RankRegression", arguments
 
-    @property
-    def needs(self) -> Needs:
-        return {"lists": ""}
-
 
 class RegressionSection(LossSection):
     """Regression of the student's vectors on the teachers' vectors (Stella and Jasper; LEAF)."""
+
+    needs = ("vectors",)
 
     weight: Weight = 1.0
     """Weight of the term in the sum."""
@@ -190,13 +165,11 @@ class RegressionSection(LossSection):
     def term(self, tau1: float) -> ClassAndArguments:
         return "distcse.losses.regression:Regression", {"form": self.form}
 
-    @property
-    def needs(self) -> Needs:
-        return {"vectors": ""}
-
 
 class CandidateRankSection(LossSection):
     """Ranking of each query's `candidates` by the teachers' scores."""
+
+    needs = ("candidates",)
 
     weight: Weight = 1.0
     """Weight of the term in the sum."""
@@ -216,13 +189,11 @@ class CandidateRankSection(LossSection):
         unread = {"list_net": (), "list_mle": ("tau3",), "margin_mse": ("tau2", "tau3")}[self.form]
         return dict.fromkeys(unread, f"form is {self.form}")
 
-    @property
-    def needs(self) -> Needs:
-        return {"candidates": ""}
-
 
 class DetectionSection(LossSection):
     """Replaced token detection, given the sentence's vector (DiffCSE §3)."""
+
+    needs = ("detector",)
 
     weight: Weight = 0.005
     """Weight λ of the term in the sum."""
@@ -244,10 +215,6 @@ class DetectionSection(LossSection):
 
     def term(self, tau1: float) -> ClassAndArguments:
         return "distcse.losses.detection:ReplacedTokenDetection", {}
-
-    @property
-    def needs(self) -> Needs:
-        return {"detector": ""}
 
 
 class CustomLossSection(LossSection):
@@ -346,14 +313,8 @@ class ObjectiveSection(Section):
 
     def keys_that_need(self, *needs: Need, active: bool = False) -> list[str]:
         """Return the recipe keys that ask for one of these; without custom terms, whose classes are not imported here."""
-        return list(
-            dict.fromkeys(
-                f"objective.{key}.{inner}".rstrip(".")
-                for key, section in (self.active_terms if active else self.terms).items()
-                for need, inner in section.needs.items()
-                if need in needs
-            )
-        )
+        terms = self.active_terms if active else self.terms
+        return [f"objective.{key}" for key, section in terms.items() if not {*needs}.isdisjoint(section.needs)]
 
     def vector_teachers(self, count: int) -> list[int]:
         """Return the indices of the teachers whose vectors a term needs, of `count` teachers; empty without such a term."""

@@ -87,17 +87,12 @@ class TrainerState:
     scores: list[tuple[int, float]] = field(default_factory=list)
     """(step, dev score) of all evaluations so far."""
     finished: bool = False
-    """Whether training has ended: all steps are done, or it stopped early."""
+    """Whether all steps are done."""
 
     @property
     def best(self) -> tuple[int, float] | None:
         """(step, score) of the best dev score; the earliest of equal ones."""
         return max(self.scores, key=lambda entry: (entry[1], -entry[0])) if self.scores else None
-
-    def scores_since_best(self) -> int:
-        """Return the number of dev scores after the best one."""
-        best = self.best
-        return 0 if best is None else sum(step > best[0] for step, _ in self.scores)
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class CheckpointManager:
             must_save: Whether to wait for the previous checkpoint and save this one, because no step follows. Default: False.
 
         Returns:
-            The state with its score; finished, if training must stop early.
+            The state with its score.
         """
         if self._in_background:
             on_rank_zero(partial(self._advance, PATIENCE_S))
@@ -143,8 +143,6 @@ class CheckpointManager:
             state = self._evaluate(state)
         if self.stopped:
             state = TrainerState(state.step, state.scores)
-        elif should_evaluate:
-            state = self._stop_early(state)
         if _is_best(state):
             self._waiting = None  # this one is better
         if must_save or state.finished or self.stopped:
@@ -232,13 +230,6 @@ class CheckpointManager:
         if self._report_to_train is not None:
             self._report_to_train({"step": state.step, "dev_score": score, "best_dev_score": best})
         return scored
-
-    def _stop_early(self, state: TrainerState) -> TrainerState:
-        patience, scores_since_best = self._task.patience, state.scores_since_best()
-        if state.finished or patience is None or scores_since_best < patience:
-            return state
-        self._emit(LogMessage(f"stopped early at step {state.step}: {scores_since_best} dev scores without a new best"))
-        return TrainerState(state.step, state.scores, finished=True)
 
     def _write(self, snapshot: Snapshot, state: TrainerState) -> list[Event]:
         """Write a checkpoint, and return its events. Runs in the writer's thread."""

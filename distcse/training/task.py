@@ -56,8 +56,6 @@ class TrainingTask(Protocol):
     """Number of steps of the run."""
     rows: int
     """Rows of a batch on this worker."""
-    patience: int | None
-    """Number of dev scores without a new best after which training stops; None never stops early."""
     evaluates_initial_model: bool
     """Whether the model is also scored before the first step, and can be the best."""
 

@@ -44,8 +44,6 @@ MakeRecipe = Callable[..., Recipe]
 
 TERMS: dict[str, dict[str, Any]] = {
     "info_nce": {"info_nce": {}},
-    "false negatives masked": {"info_nce": {"false_negatives": {"threshold": -0.99}}},
-    "false negatives softened": {"info_nce": {"false_negatives": {"threshold": -0.99, "form": "soften"}}},
     "js": {"consistency": {}},
     "neg_entropy": {"consistency": {"form": "neg_entropy"}},
     "list_net": {"rank": {"form": "list_net"}},

@@ -59,7 +59,7 @@ MakeRecipe = Callable[..., Recipe]
 class LineTask:
     """Fits a line by `nn.Linear`: 12 steps, scored every 3 by the negative step, so that the initial model is the best."""
 
-    steps, rows, patience, evaluates_initial_model, metric_name, teacher_wait_s = 12, 4, None, True, "dev", 0.0
+    steps, rows, evaluates_initial_model, metric_name, teacher_wait_s = 12, 4, True, "dev", 0.0
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -34,7 +34,7 @@ from distcse.recipe import (
     TeacherSection,
     load_recipe,
 )
-from distcse.recipe.objective import ClassAndArguments, LossSection, Need, Needs
+from distcse.recipe.objective import ClassAndArguments, LossSection, Need
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.teachers import kinds
@@ -221,18 +221,18 @@ class NewTermSection(LossSection):
 
     weight: float = 1.0
     class_path: str
-    needed: tuple[Need, ...] = ()
 
     def term(self, tau1: float) -> ClassAndArguments:
         return self.class_path, {}
 
-    @property
-    def needs(self) -> Needs:
-        return dict.fromkeys(self.needed, "")
-
 
 class NewObjectiveSection(ObjectiveSection):
     new: NewTermSection | None = None
+
+
+def new_term(class_path: str, needs: tuple[Need, ...]) -> NewTermSection:
+    kind: type[NewTermSection] = type("NeedingSection", (NewTermSection,), {"needs": needs})
+    return kind(class_path=class_path)
 
 
 NEW_TERMS = """
@@ -267,7 +267,7 @@ def test_a_run_names_a_new_built_in_term_that_fails(
     name: str, needed: tuple[Need, ...], named: tuple[str, ...], recipe_with: Callable[..., Recipe], modules: Path
 ) -> None:
     (modules / "odd_terms.py").write_text(NEW_TERMS)
-    section = NewObjectiveSection(regression=RegressionSection(), new=NewTermSection(class_path=name, needed=needed))
+    section = NewObjectiveSection(regression=RegressionSection(), new=new_term(name, needed))
     recipe = recipe_with("student.projection=none").model_copy(update={"objective": section})
     with fails_with(CustomClassError, "the class of objective.new", name, *named) as raised:
         run(recipe, Reporter())
@@ -277,7 +277,7 @@ def test_a_run_names_a_new_built_in_term_that_fails(
 
 def test_terms_are_tried_on_what_a_worker_of_a_large_batch_has(modules: Path) -> None:
     (modules / "odd_terms.py").write_text(NEW_TERMS)
-    new = NewTermSection(class_path="odd_terms:Sound", needed=("lists", "vectors"))
+    new = new_term("odd_terms:Sound", ("lists", "vectors"))
     section = NewObjectiveSection(
         rank_regression=RankRegressionSection(),
         regression=RegressionSection(),

@@ -231,10 +231,15 @@ def diffcse(
     return lambda *more: make_recipe(folder, tiny("bert"), [tiny("roberta")], sentences, *overrides, *more)
 
 
-def test_diffcse_trains_and_leaves_the_encoder_alone(diffcse: Callable[..., Recipe]) -> None:
-    """Also an encoder with factorized embeddings."""
+def test_diffcse_trains_and_leaves_the_encoder_alone(diffcse: Callable[..., Recipe], tiny: Callable[..., Path]) -> None:
+    """Also an ELECTRA, whose embeddings are narrower than its layers."""
     events: list[Any] = []
-    overrides = ("training.epochs=2", "training.lr=3e-3", "student.embedding_size=8", "evaluation.final_suites=[]")
+    overrides = (
+        "training.epochs=2",
+        "training.lr=3e-3",
+        f"student.backbone={tiny('electra')}",
+        "evaluation.final_suites=[]",
+    )
     result = run(diffcse(*overrides), Reporter(events.append))
     steps = [event for event in events if isinstance(event, StepReport)]
     assert {"detection", "info_nce", "edited_accuracy", "kept_accuracy"} <= steps[0].losses.keys()

@@ -33,8 +33,6 @@ from distcse.models import (
     resolve_model,
     static,
 )
-from distcse.models.cpu_kernels import Dropout
-from distcse.models.student import factorize_embeddings
 from distcse.recipe import Pooling, StudentSection
 from distcse.runs.distillation.student_model import Batch, StudentModel, build_encoder
 from distcse.text.collate import Tokens
@@ -168,8 +166,6 @@ def test_projection_oracle(oracles: dict[str, Any]) -> None:
             (kind, {"layers": [1, 2]}, EncoderSettingError, ["layers must begin with 0", f"layer 0 of {kind}"])
             for kind in ("t5", "modernbert")
         ),
-        ("bert", {"embedding_size": 32}, EncoderSettingError, ["embedding_size is 32", "2 to 31"]),
-        ("distilbert", {"embedding_size": 8}, UnsupportedModelError, ["embedding_size", "distilbert"]),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_errors(
@@ -390,31 +386,3 @@ def test_a_token_has_its_own_row_where_ids_have_gaps(rows: int, tiny: Callable[.
     expected = encoder.encode(words, normalize=True)
     np.testing.assert_allclose(loaded.encode(words), expected, atol=1e-5)
     np.testing.assert_allclose(their_vectors(tmp_path / "static", words), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_embeddings_of_low_rank_are_factorized_exactly(kind: str, tiny: Callable[..., Path]) -> None:
-    encoder = Encoder.load(tiny(kind), pooling="mean")
-    embeddings = encoder.backbone.embeddings
-    shared = torch.randn(5, encoder.dimension, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
-            weight = getattr(embeddings, name).weight
-            weight.copy_(torch.randn(len(weight), 5, generator=torch.Generator().manual_seed(1)) @ shared)
-        embeddings.LayerNorm.weight.uniform_(0.5, 1.5)  # type: ignore[operator, union-attr]
-        embeddings.LayerNorm.bias.uniform_(-0.5, 0.5)  # type: ignore[operator, union-attr]
-    before = encoder.encode(TEXTS)
-    encoder.backbone = factorize_embeddings(encoder.backbone, 6)  # five directions, and one for the mean of 0
-    np.testing.assert_allclose(encoder.encode(TEXTS), before, atol=2e-5)
-
-
-def test_a_factorized_student_is_saved_for_other_libraries(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    section = StudentSection(backbone=str(tiny("bert")), pooling="mean", max_length=16, embedding_size=8)
-    student = Encoder.from_section(section)
-    dropouts = [module for module in student.backbone.modules() if isinstance(module, torch.nn.Dropout)]
-    assert {(type(module), module.p) for module in dropouts} == {(Dropout, 0.1)}
-    assert not Encoder.from_section(section.model_copy(update={"dropout": 0.0})).has_dropout
-    saved = assert_saved_alike(student, tmp_path / "model", TEXTS, atol=1e-6)
-    assert saved.backbone.config.model_type == "electra" and saved.backbone.config.embedding_size == 8
-    full = Encoder.from_section(section.model_copy(update={"embedding_size": None}))
-    assert sum(p.numel() for p in saved.parameters()) < 0.8 * sum(p.numel() for p in full.parameters())

@@ -30,8 +30,6 @@ RANKS: dict[str, dict[str, Any]] = {
 TERMS: dict[str, dict[str, Any]] = {
     "vectors": {"regression": {}},
     "vectors by MSE": {"regression": {"form": "mse"}},
-    "false negatives masked": {"info_nce": {"false_negatives": {"threshold": 0.5}}},
-    "false negatives softened": {"info_nce": {"false_negatives": {"threshold": 0.5, "form": "soften"}}},
     "rank regression": {"rank_regression": {"lower": -1.0}},
 }
 RANDOM = [(name, form) for name in RANKS for form in ("js", "neg_entropy")] + [(name, "js") for name in TERMS]

@@ -70,14 +70,11 @@ CASES: dict[str, tuple[str, ...]] = {
         *("objective.consistency.form=neg_entropy", CACHE),
         "student.backbone=ROBERTA",
     ),
-    "false negatives masked, bf16, [CLS]": (*ONLY, "objective.info_nce={false_negatives: {threshold: 0.9}}", BF16, CLS),
-    "false negatives softened, streams, DistilBERT": (
-        *(*ONLY, "objective.info_nce={false_negatives: {threshold: 0.9, form: soften}}"),
-        *(STREAMS, "student.backbone=DISTILBERT"),
-    ),
+    "ListNet alone, bf16, [CLS]": (*ONLY, "objective.rank={}", BF16, CLS),
+    "ListNet alone, streams, DistilBERT": (*ONLY, "objective.rank={}", STREAMS, "student.backbone=DISTILBERT"),
     "vectors, bf16, gradient cache": (*ONLY, "objective.regression={form: cosine}", UNPROJECTED, BF16, CACHE),
     "vectors by MSE, no dropout": (*ONLY, "objective.regression={form: mse}", UNPROJECTED, "student.dropout=0.0"),
-    "rank regression, factorized embeddings": (*ONLY, "objective.rank_regression={}", CLS, "student.embedding_size=8"),
+    "rank regression, ELECTRA": (*ONLY, "objective.rank_regression={}", CLS, "student.backbone=ELECTRA"),
     "hinge, bf16, gradient cache, batch norm": (
         *("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
         *(BF16, CACHE, BATCH_NORM),
@@ -102,7 +99,8 @@ def recipe_of(
     folder = tmp_path_factory.mktemp("steps")
     (folder / "squared_distance.py").write_text(CUSTOM)
     make_masked_lm(folder / "generator", tiny("bert"))
-    models = {"GENERATOR": folder / "generator", "DISTILBERT": tiny("distilbert"), "ROBERTA": tiny("roberta")}
+    models = {kind.upper(): tiny(kind) for kind in ("distilbert", "roberta", "electra")}
+    models["GENERATOR"] = folder / "generator"
 
     def make(*overrides: str) -> Recipe:
         for name, path in models.items():

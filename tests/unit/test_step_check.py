@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, ...]] = {
         *(BF16, "training.grad_cache_chunk=1", BATCH_NORM),
     ),
     "vectors": (*ONLY, "objective.regression={form: cosine}", UNPROJECTED),
-    "false negatives": (*ONLY, "objective.info_nce={false_negatives: {threshold: 0.9}}", CLS),
+    "ListNet alone, [CLS]": (*ONLY, "objective.rank={}", CLS),
     "DiffCSE, weight decay": (*detecting(), "training.weight_decay=0.1", "training.gradient_clipping=0"),
 }
 

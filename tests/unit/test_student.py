@@ -42,7 +42,6 @@ from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import open_table_teacher
 from distcse.training.checkpoint_files import (
     load_model_state,
-    load_trainer_state,
     load_weights,
 )
 from distcse.training.checkpoints import CheckpointStore
@@ -297,18 +296,6 @@ def test_batch_norm_spans_two_workers() -> None:
     torch.testing.assert_close(found.float(), in_one, rtol=2**-8, atol=1e-6)
 
 
-def test_early_stop_keeps_the_best(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with("training.lr=0.5", "training.epochs=20", "evaluation.patience=2"))
-    result = train(spec, tables)
-    best = result.state.best
-    assert best is not None and result.state.finished and result.state.step < result.steps
-    assert result.state.scores_since_best() == 2
-    folder = CheckpointStore(spec.run).best()
-    assert folder is not None and load_trainer_state(folder).step == best[0]
-    again = train(spec, tables)
-    assert again.state == result.state and again.seconds == 0
-
-
 @pytest.mark.parametrize(
     "weight", ["objective.info_nce.weight=1e39", "objective.rank.gamma=1e39"]
 )  # float32 ends at 3.4e38
@@ -386,8 +373,6 @@ def test_simcse_needs_neither_teachers_nor_labels(
     assert losses[-1] < 0.8 * losses[0]
     assert result.evaluation is None and result.train_result.state.scores == []
     assert (result.directory.model / "model.safetensors").exists()  # of the last checkpoint
-    with fails_with(InvalidValueError, "patience"):
-        make_recipe(tmp_path, tiny("bert"), [], sentences, *overrides, "evaluation.patience=2")
 
 
 def test_an_evaluation_sees_interpolated_weights_and_restores_the_trained_ones(tiny: Callable[..., Path]) -> None:

@@ -75,7 +75,6 @@ class DistillationTask:
             )
         self.steps = loader.steps
         self.rows = loader.rows
-        self.patience = spec.recipe.evaluation.patience
 
     def on_start(self, first_step: int) -> None:
         if not self._clients or not self._objective.needs_lists:

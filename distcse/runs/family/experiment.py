@@ -191,7 +191,7 @@ def with_member_layers(recipe: FamilyRecipe, backend: Backend, reporter: Reporte
 
 
 def _read_depth(section: StudentSection, reporter: Reporter) -> tuple[int, bool]:
-    whole = section.model_copy(update={"layers": None, "embedding_size": None})
+    whole = section.model_copy(update={"layers": None})
     backbone = Encoder.from_section(whole).backbone
     return depth_of(backbone), needs_first_layer(backbone)
 

@@ -198,7 +198,6 @@ class PairTask:
     """
 
     evaluates_initial_model = False
-    patience: int | None = None
     teacher_wait_s = 0.0
 
     def __init__(
