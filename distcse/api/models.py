@@ -99,7 +99,7 @@ def export(
         listen: Called with the progress; None shows it on standard error.
 
     Raises:
-        ExportDependencyError: A package is missing.
+        MissingDependencyError: A package is missing.
         UnsupportedModelError: The model is a cross-encoder, a rank space or too large.
         ExportError: A file's vectors or scores differ too much from torch's, or `out` exists. No file is written.
         EncoderError: The model cannot be loaded.

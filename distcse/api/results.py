@@ -56,7 +56,7 @@ class Run:
 
     @property
     def models(self) -> dict[str, Path]:
-        """Folders of its models by name: `student`, or `GROUP bi` and `GROUP cross` of a mutual distillation."""
+        """Folders of its models by name: `student`, a family's names, or `GROUP bi` and `GROUP cross`."""
         return dict(self.result.models)
 
     @property

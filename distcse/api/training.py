@@ -397,7 +397,7 @@ def plan(
         cluster: `8xA100-40G`, `2x8xH100-80G` (nodes x GPUs), `2xcpu` (machines like this one), or `local`.
         corpus_rows: Sentences or pairs to plan for. Default: those of the recipe's text.
         gpus: Numbers of devices to compare. Default: the powers of two up to the cluster's.
-        measure: Run twenty steps on a sample of the text on this machine first, and plan with their times. Default: False.
+        measure: Run thirty steps on a sample of the text on this machine first, and plan with their times. Default: False.
         price: Price of a device for an hour, in any currency. Default: none, and no costs.
 
     Raises:

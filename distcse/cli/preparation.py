@@ -181,7 +181,7 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="run twenty steps on a sample of the recipe's text on this machine first, and plan with their times",
+        help="run thirty steps on a sample of the recipe's text on this machine first, and plan with their times",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 

@@ -196,12 +196,13 @@ def commands_for(done: Run) -> list[str]:
         pooling = "" if found.section.pooling is None else f" --pooling {found.section.pooling}"
         against = "" if found.name == "teacher" else f" --against {found.name}"
         reference = f" {found.name}={without_job_copy(found.section.backbone)}{against}{pooling}"
+    in_bucket = is_uri(model)
+    out = " --out FOLDER" if in_bucket else ""
     commands = {
         f"{program('evaluate')} student={model}{reference} --texts FILE": "agreement and speed on your own text, without labels",
-        f"{program('export')} {model} --onnx --int8": "ONNX files",
+        f"{program('export')} {model} --onnx --int8{out}": "ONNX files",
         **({f"{program('push')} {model} --to USER/NAME": "upload to the hub"} if done.improved else {}),
     }
-    in_bucket = is_uri(model)
     loaded = 'str(resolve_model("{}"))' if in_bucket else '"{}"'
     use = [
         "# use in Python",

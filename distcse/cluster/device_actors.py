@@ -1,4 +1,4 @@
-"""Ray actors that call functions on one device each: evaluation, layer selection, mining, training."""
+"""Ray actors that call functions on one device each: evaluation, candidates, mining, training."""
 
 from __future__ import annotations
 

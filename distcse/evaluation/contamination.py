@@ -162,7 +162,7 @@ def evaluation_sentences(section: CorpusSection, folder: Path | None, extra: Ite
         return None
     sentences = [*extra]
     if folder is not None:
-        tasks = published(folder, ("sts", "transfer", "pairs")).tasks
+        tasks = published(folder, ("sts", "transfer", "pairs", "retrieval")).tasks
         sentences += [text for task in tasks for text in task.sentences()]
         if (dev := DatasetFolder(folder).load(STSB_DEV)) is not None:
             sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique

@@ -90,7 +90,7 @@ class TeacherSection(EncoderSection):
     """`sort` is exact; `histogram` counts into 65,536 bins: faster on CPUs from tens of thousands of sentences, off by at most
     1e-5 (1e-6 for 100,000). GPUs sort."""
     precision: FrozenPrecision = "auto"
-    """Precision of the forward pass; tables are always fp16. fp16 changes cosines by up to 3.3e-4, bf16 by 4e-3
+    """Precision of the forward pass; tables are always fp16. fp16 changes cosines by up to 3.3e-4, bf16 by 2.6e-3
     ([table](../explanation/gpus.md#precision-of-teachers)). `auto` is fp16 if only GPUs may host this teacher (bf16 for T5 and
     Gemma), bf16 where all devices have fast bf16 units, else fp32."""
 
@@ -153,7 +153,7 @@ class TeachersSection(Section):
     """The teachers; without any, terms that need them must be null."""
     mode: Literal["auto", "table", "live"] = "auto"
     """`table` embeds the corpus once and reads vectors from disk; `live` runs the teacher for every list, like cross-encoders.
-    `auto` is `table` if the rows are fixed."""
+    `auto` is `table` for teachers that have vectors."""
     serve: Literal["auto", "actor"] = "auto"
     """Where lists are computed from tables: `auto` in training workers, `actor` in servers on CPUs (without Ray, a thread),
     equal bitwise on CPUs and to 1e-6 on GPUs. Live, cross-encoder and rank-space teachers always have servers."""

@@ -56,7 +56,7 @@ class SourceSection(TextSection):
     role: Role = "text"
     """`query`, `document`, or `text` for neither. Encoders read each role with [its prompt](#student)."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """How often an epoch uses each row; 0.5 draws another half of the rows every epoch."""
+    """How often an epoch uses each row; 0.5 draws another half of the rows every epoch. Not read with `objective.candidates`."""
 
 
 class CorpusSection(TextSection):

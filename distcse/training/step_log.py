@@ -15,8 +15,8 @@ from distcse.events import Reporter, StepReport
 from distcse.training.task import TrainingTask
 
 ADVICE = (
-    "; the last good checkpoint is kept. Lower training.lr, raise the temperatures, or use training.precision: fp32, then run "
-    "again with --resume"
+    "; the last good checkpoint is kept. Start a new run with a lower training.lr, higher temperatures, or training.precision: "
+    "fp32"
 )
 
 

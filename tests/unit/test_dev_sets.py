@@ -341,6 +341,9 @@ def test_dev_and_all_test_sets_are_excluded(labelled: Path, tmp_path: Path) -> N
     shutil.copy(labelled / "sts" / "stsb" / "dev.tsv.gz", tmp_path / "sts" / "stsb")
     excluded = evaluation_sentences(section, tmp_path)
     assert excluded is not None and all(map(excluded.holds, labelled_dev(labelled).unique))
+    write_retrieval(tmp_path / "search" / "retrieval" / "mine", ["a question"], ["an answer"])
+    excluded = evaluation_sentences(section, tmp_path / "search")
+    assert excluded is not None and excluded.holds("A question?") and excluded.holds("an answer")
 
 
 def test_a_test_set_is_a_dev_set_only_with_dev_is_test(tmp_path: Path, recipe_with: MakeRecipe, labelled: Path) -> None:

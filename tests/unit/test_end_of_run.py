@@ -97,6 +97,8 @@ def test_a_model_in_a_bucket_is_used_by_its_address(
     assert "from distcse.models import resolve_model" in lines
     assert 'model = SentenceTransformer(str(resolve_model("s3://team/small/models/one/bi")))' in lines
     assert str(tmp_path / "mirror") not in "\n".join(lines)
+    (export,) = (line for line in lines if " export " in line)
+    assert export.endswith(" s3://team/small --onnx --int8 --out FOLDER")
 
 
 def test_a_run_is_compared_with_its_best_teacher(

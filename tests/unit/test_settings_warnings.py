@@ -250,6 +250,9 @@ def test_a_cross_encoder_reads_no_pooling_and_packaged_recipes_have_no_setting_t
     for name in packaged_recipes():
         recipe = read_recipe(name, ["evaluation.data=data"])
         assert settings_without_effect(recipe, unread_keys(recipe)) == [], name
+    weighted = read_recipe("search-reranker", ["corpus.sources.0.weight=0.5", "evaluation.data=data"])
+    (line,) = settings_without_effect(weighted, unread_keys(weighted))
+    assert line.startswith("corpus.sources.0.weight is set and has no effect: objective.candidates")
 
 
 def test_a_space_does_not_search_what_nothing_reads(recipe_with: MakeRecipe) -> None:

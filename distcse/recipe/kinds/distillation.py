@@ -132,6 +132,9 @@ class Recipe(BaseRecipe):
             unread |= dict.fromkeys(_KEYS_OF_TABLES, "teachers.mode is live")
         if self.candidates is not None and not self.objective.keys_that_need("candidates"):
             unread["candidates"] = "objective.candidates is null"
+        if self.compares_candidates:
+            weights = [f"corpus.sources.{number}.weight" for number in range(len(self.corpus.sources))]
+            unread |= dict.fromkeys(weights, "objective.candidates uses each query once per epoch")
         if self.evaluation.data is None:
             keys = ["evaluation.dev_is_test", *([] if is_path(self.dev_score) else ["corpus.exclude_evaluation"])]
             unread |= dict.fromkeys(keys, "evaluation.data is null")
