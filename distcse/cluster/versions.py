@@ -2,7 +2,7 @@
 
 Each private name says why the public API is not enough. `tests/unit/test_ray_versions.py` finds names that a new version moved.
 Nothing is imported before it is used: `cluster` sets the variables of `BEFORE_IMPORT` before Ray is imported. Tried with Ray
-2.58.0 and 2.60.0. Before 2.58, `FailureConfig` has no `max_preemption_failures`.
+2.58.0, 2.59.0 and 2.60.0. Before 2.58, `FailureConfig` has no `max_preemption_failures`.
 """
 
 from __future__ import annotations
