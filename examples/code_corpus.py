@@ -50,7 +50,7 @@ def main() -> None:
         "folders", nargs="+", type=Path, metavar="FOLDER", help="with files *.py, also in its subfolders"
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit", type=int, default=10_000, help="functions at most (default: 10,000)")
+    parser.add_argument("--limit", type=int, default=40_000, help="functions at most (default: 40,000)")
     options = parser.parse_args()
     found = list(islice(functions(options.folders), options.limit))
     learned = [each for each in found if not each.is_held_out]
