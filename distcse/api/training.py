@@ -389,7 +389,7 @@ def plan(
     measure: bool = False,
     price: float | None = None,
 ) -> Estimate:
-    """Estimate what a recipe costs on given machines: time, memory, disk and what binds, as `distcse plan` does.
+    """Estimate what a recipe costs on given machines: time, memory, disk and the bottleneck, as `distcse plan` does.
 
     Args:
         recipe: As for `run`.

@@ -153,8 +153,8 @@ def _add_plan(commands: Commands) -> None:
         commands,
         "plan",
         _plan,
-        "What a recipe costs on given machines: time, memory, disk, what binds, and how many GPUs are worth it; nothing is run "
-        "without --measure.",
+        "What a recipe costs on given machines: time, memory, disk, the bottleneck, and how many GPUs are worth it; nothing is "
+        "run without --measure.",
         "rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 --price 2.5",
     )
     add_recipe_words(parser)

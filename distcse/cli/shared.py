@@ -55,7 +55,7 @@ USUAL_CALLS = {
     "distcse evaluate student=RUN teacher=FOLDER --data data": "compare models",
 }
 """The most usual calls -> what they are for."""
-STATUSES = "Exit status: 0 done, 1 failed, 2 a mistake in what was asked, 3 no model is better than its start, 130 interrupted."
+STATUSES = "Exit status: 0 done, 1 failed, 2 usage error, 3 no model is better than its start, 130 interrupted."
 
 _MODULES = ("distcse.train", "distcse.tune")
 """Commands that are also modules for `python -m`."""

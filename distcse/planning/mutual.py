@@ -120,7 +120,7 @@ def plan_groups(
         f"in short   {f'IMPOSSIBLE: {problems[0]}' if problems else span(seconds)}",
         "",
         f"{pairs:,} pairs, {recipe.mutual.cycles} cycles, {len(recipe.groups)} groups {how}; in a cycle:",
-        f"{'group':<12}{'phase':<8}{'steps':>8}{'training':>12}{'scoring':>12}{'memory':>11}   binds",
+        f"{'group':<12}{'phase':<8}{'steps':>8}{'training':>12}{'scoring':>12}{'memory':>11}   bottleneck",
         *(
             f"{part['group']:<12}{part['kind']:<8}{part['steps']:>8,}{span(part['training']):>12}"
             f"{span(part['scoring']):>12}{size_text(part['memory']):>11}   {part['binding']}"

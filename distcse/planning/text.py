@@ -55,7 +55,7 @@ def estimate_student(
         f"steps      {plan.steps:,} of {plan.batch} sentences on {plan.workers:,} worker{'s' if plan.workers > 1 else ''}, "
         f"{'two views' if plan.has_dropout else 'one pass for both views'}, {training.precision}, ZeRO {training.zero_stage}",
         "",
-        f"{'phase':<20}{'time':>12}   binds",
+        f"{'phase':<20}{'time':>12}   bottleneck",
         *(
             f"{phase.name:<20}{span(phase.seconds):>12}   {phase.binding}{f' ({phase.note})' if phase.note else ''}"
             for phase in plan.phases
@@ -134,7 +134,8 @@ def _worth_lines(plan: StudentPlan, rows: Sequence[dict[str, Any]]) -> list[str]
         return []
     lines = [
         "",
-        f"{'devices':>9}{'workers':>9}{'teachers':>12}{'student':>12}{'all':>12}{'effic.':>8}{'cost':>10}{'memory':>11}  binds",
+        f"{'devices':>9}{'workers':>9}{'teachers':>12}{'student':>12}{'all':>12}{'effic.':>8}{'cost':>10}{'memory':>11}"
+        "  bottleneck",
     ]
     for row in rows:
         times = "".join(f"{span(row[key]):>12}" for key in ("teachers", "student", "seconds"))

@@ -189,8 +189,7 @@ def warn_of_few_steps(steps: int, steps_per_epoch: int, max_steps: int | None) -
     return [
         SettingsWarning(
             "DCSE-W05",
-            f"the run makes {steps:,} {'step' if steps == 1 else 'steps'}, and the shortest good runs that we measured made "
-            f"{_FEWEST_STEPS}",
+            f"{steps:,} {'step is' if steps == 1 else 'steps are'} few: we saw poor results below {_FEWEST_STEPS}",
             f"write training.max_steps=null, and if needed {epochs}" if is_limited else f"write {epochs}",
         )
     ]
@@ -199,14 +198,14 @@ def warn_of_few_steps(steps: int, steps_per_epoch: int, max_steps: int | None) -
 def warn_of_cut_rows(
     share: float, max_length: int, key: str = "student.max_length and that of the teachers", rows: str = "rows"
 ) -> list[SettingsWarning]:
-    """Warn of a text that is cut more often than any that was measured."""
+    """Warn of a text that is truncated more often than any that was measured."""
     if share <= _MOST_CUT:
         return []
     return [
         SettingsWarning(
             "DCSE-W06",
-            f"{share:.0%} of the {rows} have more than {max_length} tokens and are cut, and at most {_MOST_CUT:.0%} were in the "
-            "runs that we measured",
+            f"{share:.0%} of the {rows} have more than {max_length} tokens and are truncated, and at most {_MOST_CUT:.0%} were "
+            "in the runs that we measured",
             f"raise {key}, or split the text into sentences",
         )
     ]
@@ -226,7 +225,7 @@ def warn_of_unknown_tokens(shares: Mapping[str, float]) -> list[SettingsWarning]
 
 
 def warn_of_curve(scores: Sequence[tuple[int, float]], steps: int, training: TrainingSection) -> list[SettingsWarning]:
-    """Warn of a run that ended while its dev score still rose, and of one that saves its start, which no later score exceeds."""
+    """Warn of a run whose dev score was still improving at its end, and of one that saves its start, the best by dev score."""
     if not scores:
         return []
     found, (step, last), highest = list[SettingsWarning](), scores[-1], max(score for _, score in scores)
@@ -237,7 +236,8 @@ def warn_of_curve(scores: Sequence[tuple[int, float]], steps: int, training: Tra
         found.append(
             SettingsWarning(
                 "DCSE-W07",
-                f"the dev score still rose at the end, by {last - before[-1][1]:.2f} from step {before[-1][0]:,} to {step:,}",
+                f"the dev score was still improving at the end, by {last - before[-1][1]:.2f} from step {before[-1][0]:,} to "
+                f"{step:,}",
                 f"train longer ({longer}), or give more text",
             )
         )

@@ -93,9 +93,9 @@ class Corpus:
         self.excluded_rows: int = label.get("excluded_rows", 0)
         """Number of rows that are sentences of the evaluation, which are skipped."""
         self.doubled_rows: int = label.get("doubled_rows", 0)
-        """Number of sentences that equal an earlier one and are kept."""
+        """Number of duplicates that are kept."""
         self.removed_duplicates: int = label.get("removed_duplicates", 0)
-        """Number of sentences that equal an earlier one and were left out."""
+        """Number of duplicates that were left out."""
         self.sources: list[str] = label.get("sources", [])
         """Files or data sets."""
         self.reused = reused

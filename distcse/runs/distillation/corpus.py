@@ -119,11 +119,11 @@ def _batch_sizes(training: TrainingSection, per_query: int) -> list[int]:
 
 
 def extent_of(recipe: Recipe, corpus: Corpus) -> tuple[str, list[SettingsWarning]]:
-    """Count the steps of a recipe, and the rows that are cut, of a sample.
+    """Count the steps of a recipe, and the rows that are truncated, of a sample.
 
     Returns:
-        Both in a line; the warnings of a run that is shorter, or cuts or does not know more of its text, than those that were
-        measured.
+        Both in a line; the warnings of a run that is shorter, or truncates or does not know more of its text, than those that
+        were measured.
     """
     training, spec = recipe.training, TokenizerSpec.of(recipe.student)
     rows, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
@@ -141,7 +141,7 @@ def extent_of(recipe: Recipe, corpus: Corpus) -> tuple[str, list[SettingsWarning
     sampled = SampledTokens.of(spec.tokenizer, texts)
     cut_share, longest = float((sampled.lengths > limits).mean()), int(limits.max())
     note = f"{steps:,} steps of {training.batch_size}, {per_epoch:,} per epoch"
-    note += f"; {cut_share:.0%} of the rows have more than {longest} tokens and are cut"
+    note += f"; {cut_share:.0%} of the rows have more than {longest} tokens and are truncated"
     note += f"; {num_twins:,} rows equal a held-out one and are left out" if num_twins else ""
     return note, [
         *warn_of_few_steps(steps, per_epoch, training.max_steps),

@@ -223,7 +223,7 @@ def report_extent(
     note = (
         f"{group.name}: in a cycle {cross_steps:,} of {cross.batch_size} pairs (cross) and {bi_steps:,} of {bi.batch_size} "
         f"(bi); {of_pairs:.0%} of the pairs have more than {cross.max_length} tokens, {of_sentences:.0%} of the "
-        f"sentences more than {spec.max_length}, and are cut"
+        f"sentences more than {spec.max_length}, and are truncated"
     )
     reporter.found("steps", note)
     key = f"groups.{recipe.groups.index(group)}.max_length"
