@@ -56,7 +56,7 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
         files = "1 file is" if repeated == 1 else f"{repeated:,} files are"
         skipped += f" ({files} read again, because paths of the corpus match more than once)"
     if corpus.removed_duplicates:
-        skipped += f", {corpus.removed_duplicates:,} that equal an earlier one left out"
+        skipped += f", {corpus.removed_duplicates:,} duplicates left out"
     reused = ", reused" if corpus.reused else ""
     report_finished(
         reporter, "corpus", len(corpus), f"{len(corpus):,} sentence{'' if len(corpus) == 1 else 's'}{skipped}{reused}"
