@@ -22,8 +22,9 @@ import json
 import re
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/search"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/search.json"))
     options = parser.parse_args()
-    texts = material(options.data, options.folder)
+    typed = [*options.rows, *options.rivals, *options.rivals_of_candidates]
+    texts = material(options.data, options.folder, {part for each in typed for part in each.split(":")})
     found: dict[str, dict[str, float]] = json.loads(options.out.read_text()) if options.out.exists() else {}
     models: dict[str, Callable[[], tuple[str, dict[str, float]]]] = {}
     for name in options.models:
@@ -228,8 +230,11 @@ def ndcg(model: str, retrieval_set: str, folder: Path) -> float:
     return round(found.score("retrieval", retrieval_set, "ndcg@10", "model"), 2)
 
 
-def material(data: Path, folder: Path) -> dict[str, list[str]]:
-    """Write the texts and the sets that are not there yet; return the overrides of each text by name."""
+def material(data: Path, folder: Path, wanted: Collection[str]) -> dict[str, list[str]]:
+    """Write the texts and the sets that are not there yet; return the overrides of each text by name.
+
+    `more-code`, which takes minutes, is written only if it is among the wanted names.
+    """
     texts = folder / "texts"
     for each in SETS:
         if not (copy := folder / "sets" / each / "retrieval" / each).exists():
@@ -242,21 +247,12 @@ def material(data: Path, folder: Path) -> dict[str, list[str]]:
             write_lines(texts / f"medical_{kind}s.txt", of_kind)
         web = map(question_of, unzipped_lines(data / "corpus" / "web_questions.txt.gz"))
         write_lines(texts / "web_questions.txt", lines_of(web))
-        tested = texts_of(folder / "sets" / "cosqa" / "retrieval" / "cosqa")
-        packages = Path(sysconfig.get_paths()["purelib"])
-        untested = [
-            each for each in functions([packages]) if tested.isdisjoint(map(letters, (each.summary, each.source)))
-        ]
-        for before, found in (("", untested[:_FUNCTIONS]), ("more_", untested[::_ONE_FUNCTION_OF])):
-            write_lines(texts / f"{before}summaries.txt", lines_of(each.summary for each in found))
-            write_lines(texts / f"{before}functions.txt", lines_of(each.source for each in found))
     wiki = str(data / "corpus" / "wiki_sentences.txt.gz")
     short = ["student.max_length=64", "teachers.encoders.0.max_length=64"]
     large = [*short, "training.batch_size=128"]
     docstrings = [of(SAMPLES / "queries.txt.gz", "query"), of(SAMPLES / "documents.txt.gz", "document")]
     medical = [of(texts / "medical_questions.txt", "query"), of(texts / "medical_passages.txt", "document")]
-    code = [of(texts / "summaries.txt", "query"), of(texts / "functions.txt", "document")]
-    more_code = [of(texts / "more_summaries.txt", "query"), of(texts / "more_functions.txt", "document")]
+    code = code_text(folder, "", most=_FUNCTIONS)
     return {
         "quickstart": [*sources(*docstrings), *short, "training.epochs=1.5"],
         "docstrings": [*sources(*docstrings), *large],
@@ -264,10 +260,29 @@ def material(data: Path, folder: Path) -> dict[str, list[str]]:
         "wiki": sources({"path": wiki, "limit": 36_708}),
         "medical": sources(*medical),
         "code": sources(*code),
-        "more-code": sources(*more_code),
+        **(
+            {"more-code": sources(*code_text(folder, "more_", one_of=_ONE_FUNCTION_OF))}
+            if "more-code" in wanted
+            else {}
+        ),
         "code-and-questions": sources(*code, {**of(texts / "web_questions.txt", "query"), "limit": 20_000}),
         "all": sources(*medical, *code, of(texts / "web_questions.txt", "query")),
     }
+
+
+def code_text(folder: Path, before: str, one_of: int = 1, most: int | None = None) -> list[Source]:
+    """Write functions of the installed packages and their summaries, if they are not there yet; return both as sources."""
+    queries, documents = (folder / "texts" / f"{before}{kind}.txt" for kind in ("summaries", "functions"))
+    if not documents.exists():
+        tested = texts_of(folder / "sets" / "cosqa" / "retrieval" / "cosqa")
+        packages = Path(sysconfig.get_paths()["purelib"])
+        untested = (
+            each for each in functions([packages]) if tested.isdisjoint(map(letters, (each.summary, each.source)))
+        )
+        found = list(islice(untested, 0, most, one_of))
+        write_lines(queries, lines_of(each.summary for each in found))
+        write_lines(documents, lines_of(each.source for each in found))
+    return [of(queries, "query"), of(documents, "document")]
 
 
 def sources(*found: Source) -> list[str]:

@@ -6,14 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from distcse.cli.shared import (
-    Commands,
-    add_command,
-    add_output_options,
-    add_recipe_words,
-    finish,
-    loading,
-)
+from distcse.cli.shared import Commands, add_command, add_output_options, add_recipe_words, finish, loading
 from distcse.devices.process import StopOnSignal, refuse_launchers
 from distcse.report.progress import print_json
 from distcse.storage import to_uri

@@ -21,13 +21,7 @@ from distcse.cli.shared import (
 from distcse.cluster.cluster import start_ray
 from distcse.devices import host
 from distcse.devices.process import INTERRUPTED, NO_GAIN, StopOnSignal, refuse_launchers
-from distcse.errors import (
-    PATHS_BY_NAME,
-    ArgumentError,
-    MissingDependencyError,
-    UnknownKeyError,
-    WorkFailedError,
-)
+from distcse.errors import PATHS_BY_NAME, ArgumentError, MissingDependencyError, UnknownKeyError, WorkFailedError
 from distcse.report.progress import print_json, print_lines
 from distcse.storage import resolve_path, to_uri
 

@@ -64,7 +64,7 @@ def _table(
 ) -> str:
     """Return a section's keys: a table, and links for several keys that an earlier section has in the same words.
 
-    `shown` has the heading and the default of each row so far, by its other cells.
+    `shown` has the heading and the default of each key so far, by name, type and meaning.
     """
     rows: dict[str, str] = {}
     repeated: dict[tuple[str, bool], list[str]] = {}
@@ -73,10 +73,10 @@ def _table(
         kind = describe_type(field)
         if inner is not None:
             kind = re.sub("sections?", rf"[\g<0>](#{_anchor(headings[inner])})", kind)
-        default, words = _default(field), (f"`{name}`", kind, _prose(field.description))
-        cells = (*words[:2], default, words[2])
+        default, meaning = _default(field), _prose(field.description)
+        cells = (f"`{name}`", kind, default, meaning)
         rows[name] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-        heading, earlier = shown.setdefault(words, (headings[model], default))
+        heading, earlier = shown.setdefault((name, kind, meaning), (headings[model], default))
         if heading != headings[model] and default in (earlier, "`null`"):
             repeated.setdefault((heading, default == earlier), []).append(name)
     repeated = {place: names for place, names in repeated.items() if len(names) > 1}

@@ -140,7 +140,7 @@ def train(
                 state = manager.evaluate_and_save(state, should_evaluate, must_save=stop)
                 task.model.train()
                 log.resume()
-            if stop or manager.stopped or state.finished:
+            if stop or manager.stopped:
                 break
     engine.close()
     return TrainResult(state, task.steps, log.seconds, log.teacher_wait_s, interrupted=not state.finished)

@@ -33,7 +33,7 @@ from distcse.models import Encoder
 from distcse.models.student import GlobalBatchNorm, WeightInterpolation
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.distillation_task import BatchLoader, DevMetric, TrainSpec
+from distcse.runs.distillation.distillation_task import BatchLoader, DevMetric, DistillationTask, TrainSpec
 from distcse.runs.distillation.final_evaluation import labelled_tasks, selected_suites
 from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.storage import open_store
@@ -42,6 +42,7 @@ from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import open_table_teacher
 from distcse.training.checkpoint_files import (
     load_model_state,
+    load_trainer_state,
     load_weights,
 )
 from distcse.training.checkpoints import CheckpointStore
@@ -294,6 +295,31 @@ def test_batch_norm_spans_two_workers() -> None:
     assert found.dtype == torch.bfloat16
     in_one = GlobalBatchNorm(3).train()(many.bfloat16().float())
     torch.testing.assert_close(found.float(), in_one, rtol=2**-8, atol=1e-6)
+
+
+def test_a_finished_run_keeps_the_best_and_returns_at_once(recipe_with: MakeRecipe) -> None:
+    spec, tables = make_spec(recipe_with("training.lr=0.5", "training.epochs=4"))
+    result = train(spec, tables)
+    best = result.state.best
+    assert best is not None and result.state.finished
+    folder = CheckpointStore(spec.run).best()
+    assert folder is not None and load_trainer_state(folder).step == best[0]
+    again = train(spec, tables)
+    assert again.state == result.state and again.seconds == 0
+
+
+def test_lists_are_the_teachers_weighted_mean(recipe_with: MakeRecipe) -> None:
+    spec, tables = make_spec(recipe_with("training.max_steps=2"))
+    loader = BatchLoader(spec, 0, 1)
+    teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
+    task = DistillationTask(
+        spec, loader, [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers]
+    )
+    task.on_start(0)
+    found = task.teacher_outputs(0, torch.device("cpu")).similarities
+    first, second = (unit @ unit.T for unit in (table.vectors(loader.sampler.batch(0)) for table in tables))
+    assert found is not None
+    np.testing.assert_allclose(found.numpy(), (first + 2 * second) / 3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
