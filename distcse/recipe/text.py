@@ -123,6 +123,10 @@ class CandidatesSection(Section):
     """Candidates of a query per step, drawn in every epoch. The `training.batch_size` rows of a batch are queries with these.
     """
 
+    exact_up_to: Annotated[int, Field(ge=0)] = 1_000_000
+    """Documents up to which the search by the teachers' tables compares each query with each document, on GPUs where there are
+    any. Among more, each query is compared with those in the nearest 32 of 4·√n lists, on CPUs (faiss)."""
+
     @model_validator(mode="after")
     def _has_enough(self) -> Self:
         if self.random >= self.per_query:

@@ -5,15 +5,17 @@
                                         scores.npy       (n, k) float32 weighted mean of the teachers' cosines
                                         candidates.json  sizes and checksums of both
     <cache>/bm25/<key>/                 the index of the documents' words
+    <cache>/vectors/<key>/              the inverted file of their vectors
 
-The search is exact. A block is complete or absent, so that what a killed run has found is not searched for again.
+By the teachers' tables, the search is exact for up to `candidates.exact_up_to` documents, and in an inverted file for more. A
+block is complete or absent, so that what a killed run has found is not searched for again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,15 +26,19 @@ from distcse.devices.device import default_device
 from distcse.events import Reporter
 from distcse.recipe import CandidatesSection
 from distcse.storage import ArtifactStore, content_key
+from distcse.teachers.table import BYTES_PER_NUMBER
 from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus
 from distcse.text.bm25 import BM25Index, require_bm25
 from distcse.text.ragged import fetch_label, find_cached, write_cache_folder
+from distcse.text.vector_index import VectorIndex, require_faiss
 
 _FORMAT = 1
 _LABEL, _IDS, _SCORES = "candidates.json", "ids.npy", "scores.npy"
-_INDEX = "index.json"
+_INDEX, _VECTORS = "index.json", "vectors.faiss"
 CANDIDATES = "candidates"
+_WORD_BYTES = 1000
+"""Estimate of a text with its entries in BM25's index."""
 BLOCK_QUERIES = 8192
 BLOCK_DOCUMENTS = 16_384
 """Documents that a block of queries is compared with at once: their products take 512 MB."""
@@ -47,6 +53,15 @@ class Candidates(NamedTuple):
     """(n, k) row ids of documents."""
     scores: NDArray[np.float32]
     """(n, k) the teachers' scores."""
+
+
+class MissingIndex(NamedTuple):
+    """An index of the documents that a search needs and that is not stored."""
+
+    name: str
+    write: Callable[[Reporter], None]
+    memory: float
+    """Estimated bytes of a process that makes it, beside its libraries."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +84,24 @@ class CandidateSearch:
         identity = [_FORMAT, self.teachers.key, self.section.per_query, self.section.random]
         if self.section.by != "teachers":  # there may be no table, whose key holds the corpus
             identity += [self.section.by, self._corpus.fingerprint]
+        if self.uses_lists:
+            identity.append("lists")
         return self.cache / "candidates" / content_key(identity)
+
+    @property
+    def uses_lists(self) -> bool:
+        """Whether the search by the teachers' tables is in an inverted file."""
+        return searches_lists(self.section, self._corpus)
 
     @property
     def _words(self) -> ArtifactStore:
         """The folder of the documents' BM25 index, which searches with other teachers share."""
         return self.cache / "bm25" / content_key([_FORMAT, self._corpus.fingerprint])
+
+    @property
+    def _lists(self) -> ArtifactStore:
+        """The folder of the inverted file, which other searches with these teachers share."""
+        return self.cache / "vectors" / content_key([_FORMAT, self.teachers.key])
 
     @cached_property
     def _corpus(self) -> Corpus:
@@ -107,16 +134,32 @@ class CandidateSearch:
         """Return the numbers of the blocks that are not stored, or damaged."""
         return [number for number, block in enumerate(self.blocks) if find_cached(self._folder(block), _LABEL) is None]
 
-    @property
-    def lacks_index(self) -> bool:
-        """Whether the search needs a BM25 index that is not stored, or damaged."""
-        return self.section.by != "teachers" and find_cached(self._words, _INDEX) is None
+    def missing_indexes(self) -> list[MissingIndex]:
+        """Return the indexes that the search needs and that are not stored, or damaged."""
+        missing, count = [], len(self.documents)
+        if self.section.by != "teachers" and find_cached(self._words, _INDEX) is None:
+            missing.append(MissingIndex("BM25 index", self._write_words, _WORD_BYTES * count))
+        if self.uses_lists and find_cached(self._lists, _INDEX) is None:
+            width = sum(table.dimension for table in self.teachers.tables)
+            missing.append(MissingIndex("inverted file", self._write_lists, BYTES_PER_NUMBER * width * count))
+        return missing
 
-    def write_index(self, reporter: Reporter) -> None:
-        """Store the BM25 index of all documents."""
+    def _write_words(self, reporter: Reporter) -> None:
         index = BM25Index.build(import_bm25s(), self._corpus.texts(self.documents), reporter, CANDIDATES)
         with write_cache_folder(self._words, _INDEX) as (temporary, _):
             index.save(temporary)
+
+    def _write_lists(self, reporter: Reporter) -> None:
+        count = len(self.documents)
+        index = VectorIndex.inverted_file(
+            import_faiss(),
+            count,
+            lambda part: self._vectors(self.documents[part]),
+            lambda done: reporter.advance(CANDIDATES, done, count, "documents indexed"),
+            half=True,
+        )
+        with write_cache_folder(self._lists, _INDEX) as (temporary, _):
+            index.save(temporary / _VECTORS)
 
     def write_block(self, number: int, reporter: Reporter) -> None:
         """Find and store the candidates of a block's queries.
@@ -165,7 +208,7 @@ class CandidateSearch:
         if self.section.by == "bm25":
             return self._sharing_words(rows, count, reporter)
         near = self._nearest(vectors, count, reporter)
-        return near if self.section.by == "teachers" else _half_each(near, self._sharing_words(rows, count, reporter))
+        return near if self.section.by == "teachers" else half_each(near, self._sharing_words(rows, count, reporter))
 
     def _sharing_words(self, rows: NDArray[np.int64], count: int, reporter: Reporter) -> NDArray[np.int64]:
         """Return the (n, k) places of the documents of the highest BM25 scores; -1 where no word is shared."""
@@ -179,7 +222,12 @@ class CandidateSearch:
         return np.where(scores > 0, places, -1)
 
     def _nearest(self, queries: NDArray[np.float32], count: int, reporter: Reporter) -> NDArray[np.int64]:
-        """Return the (n, k) places of the nearest documents of (n, D) queries, the nearest first."""
+        """Return the (n, k) places of the nearest documents of (n, D) queries, the nearest first; -1 where fewer are found."""
+        if self.uses_lists:
+            fetch_label(self._lists, _INDEX, "inverted file")
+            index, total = VectorIndex.load(import_faiss(), self._lists.path / _VECTORS), len(queries)
+            report = partial(reporter.advance, CANDIDATES, total=total, unit="queries compared")
+            return index.nearest(queries, count, report)[1]
         places = np.empty((len(queries), 0), dtype=np.int64)
         scores = np.empty((len(queries), 0), dtype=np.float32)
         device = default_device()
@@ -222,18 +270,30 @@ class CandidateSearch:
         return np.concatenate(parts)
 
 
+def searches_lists(section: CandidatesSection, corpus: Corpus) -> bool:
+    """Whether a corpus has so many documents that the teachers' tables are searched in an inverted file."""
+    return section.by != "bm25" and len(corpus.rows_of_role("document")) > section.exact_up_to
+
+
+def import_faiss() -> Any:
+    """Import faiss, which a search in lists needs."""
+    return require_faiss("a search among more documents than candidates.exact_up_to")
+
+
 def import_bm25s() -> Any:
     """Import bm25s, which a search by shared words needs."""
     return require_bm25("candidates.by", "candidates.by=teachers")
 
 
-def _half_each(near: NDArray[np.int64], sharing: NDArray[np.int64]) -> NDArray[np.int64]:
+def half_each(near: NDArray[np.int64], sharing: NDArray[np.int64]) -> NDArray[np.int64]:
     """Join (n, k) places of two searches: the first half of one, as many others of the second, filled up from the first."""
     count = near.shape[1]
     half = -(-count // 2)
-    joined = np.empty_like(near)
-    for row, (first, second) in enumerate(zip(near.tolist(), sharing.tolist(), strict=True)):
+    joined = np.full_like(near, -1)
+    for row, places in enumerate(zip(near.tolist(), sharing.tolist(), strict=True)):
+        first, second = ([place for place in found if place >= 0] for found in places)
         kept = first[:half]
-        others = [place for place in second if place >= 0 and place not in kept][: count - half]
-        joined[row] = list(dict.fromkeys([*kept, *others, *first[half:]]))[:count]
+        others = [place for place in second if place not in kept][: count - len(kept)]
+        chosen = list(dict.fromkeys([*kept, *others, *first]))[:count]
+        joined[row, : len(chosen)] = chosen
     return joined

@@ -31,7 +31,7 @@ def kill() -> None:
 
 @pytest.fixture
 def recipe(tiny: Callable[..., Path], tiny_cross: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    """Two blocks of eight queries, a shard of scores each, found by an encoder and BM25 and scored by a cross-encoder too."""
+    """Two blocks of eight queries, a shard of scores each, found in lists and by BM25, and scored by a cross-encoder too."""
     monkeypatch.setattr(candidates, "BLOCK_QUERIES", 8)
     monkeypatch.setattr(candidate_scores, "SHARD_PAIRS", 48)
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # no power failure here
@@ -51,7 +51,7 @@ def recipe(tiny: Callable[..., Path], tiny_cross: Path, tmp_path: Path, monkeypa
                 {"backbone": str(tiny_cross), "max_length": 24, "precision": "fp32"},
             ]
         },
-        "candidates": {"per_query": 6, "random": 2, "per_step": 3, "by": "both"},
+        "candidates": {"per_query": 6, "random": 2, "per_step": 3, "by": "both", "exact_up_to": 30},
         "objective": {"info_nce": None, "consistency": None, "rank": None, "candidates": {}},
         "training": {"workers": 0},
         "storage": {"cache": str(tmp_path / "cache")},
@@ -71,7 +71,11 @@ def prepared(recipe: Recipe, events: list[Event] | None = None) -> Candidates:
 
 def complete(cache: Path) -> dict[str, int]:
     """Return the folders that are complete, and when each was written."""
-    labels = [*cache.glob("bm25/*/index.json"), *cache.glob("candidates/*/*/candidates.json")]
+    labels = [
+        *cache.glob("bm25/*/index.json"),
+        *cache.glob("vectors/*/index.json"),
+        *cache.glob("candidates/*/*/candidates.json"),
+    ]
     return {
         str(label.parent.relative_to(cache)): label.stat().st_mtime_ns
         for label in (*labels, *cache.glob("candidates/*/scores-*/*/scores.json"))
@@ -86,7 +90,7 @@ def test_a_search_and_its_scores_killed_before_any_write_continue(recipe: Recipe
     shutil.copytree(cache, tmp_path / "before")
     with before_change(cache, 0, kill) as changes:
         expected = prepared(recipe)
-    assert len(complete(cache)) == 1 + 2 + 2
+    assert len(complete(cache)) == 2 + 2 + 2
     kept = set[int]()
     writes = [(number, change) for number, change in enumerate(changes, start=1) if "lease" not in change]
     for number, change in writes:  # killed processes' leases: test_lease.py
@@ -99,10 +103,10 @@ def test_a_search_and_its_scores_killed_before_any_write_continue(recipe: Recipe
         np.testing.assert_array_equal(found.ids, expected.ids, change)
         np.testing.assert_array_equal(found.scores, expected.scores, change)
         after = complete(cache)
-        assert len(after) == 5 and {name: after[name] for name in before} == before, change
+        assert len(after) == 6 and {name: after[name] for name in before} == before, change
         done = {event.name: event.done for event in events if isinstance(event, StageProgress) and event.finished}
         blocks = sum(name.startswith("candidates") and "scores" not in name for name in before)
         shards = sum("scores" in name for name in before)
         assert (done["candidates"], done["teacher 1"]) == (16 - 8 * blocks, 96 - 48 * shards), change
         kept.add(len(before))
-    assert kept == {*range(6)}
+    assert kept == {*range(7)}

@@ -111,6 +111,12 @@ def found_by(recipe: Recipe, by: str, **others: int) -> Prepared:
     return prepared(recipe.model_copy(update={"candidates": section}))
 
 
+def in_lists(recipe: Recipe, per_query: int = 8) -> Recipe:
+    """Let the search by the tables use lists."""
+    section = CandidatesSection(per_query=per_query, random=2, per_step=3, exact_up_to=50)
+    return recipe.model_copy(update={"candidates": section})
+
+
 def mean_cosines(done: Prepared) -> np.ndarray:
     """Return the (n, m) means of the cosines of n queries and m documents, weighted by 1 and 2."""
     one, two = (
@@ -144,6 +150,42 @@ def test_each_query_has_its_nearest_documents_by_all_teachers_and_others_at_rand
         expected = documents[np.argsort(-mean[row], kind="stable")[:6]]
         assert ids[:6] == expected.tolist() and {*ids[6:]} <= {*documents.tolist()} - {*ids[:6]}
     np.testing.assert_allclose(stored.scores, np.take_along_axis(mean, stored.ids - documents[0], 1), atol=1e-5)
+
+
+def test_many_documents_are_searched_in_lists_made_once(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All lists together have all documents; of one list, others fill up what is not found."""
+    exact = prepared(recipe).search.open()
+    monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
+    events = list[Event]()
+    done = prepared(in_lists(recipe), events)
+    found = done.search.open()
+    np.testing.assert_array_equal(np.sort(found.ids[:, :6]), np.sort(exact.ids[:, :6]))
+    np.testing.assert_allclose(found.scores[:, :6], exact.scores[:, :6], atol=1e-3)  # in the order of fp16's products
+    assert stages(events, "documents indexed")[-1] == 60 and 10 not in stages(events, "documents compared")
+    monkeypatch.setattr("distcse.text.vector_index.NUM_PROBES", 1)
+    events.clear()
+    one = prepared(in_lists(recipe, per_query=40), events)
+    assert not stages(events, "documents indexed"), "the index is kept"
+    ids, mean = one.search.open().ids, mean_cosines(one)
+    assert all(len({*row}) == 40 for row in ids.tolist())
+    np.testing.assert_allclose(one.search.open().scores, np.take_along_axis(mean, ids - 24, 1), atol=1e-5)
+    assert done.search.store.name == content_key([1, done.search.teachers.key, 8, 2, "lists"])
+
+
+def test_half_of_the_documents_of_a_list_that_has_few_are_found_by_words() -> None:
+    near, sharing = np.array([[7, -1, -1, -1, -1], [7, 2, 3, -1, -1]]), np.array([[7, 4, 5, 6, 8], [1, -1, -1, -1, -1]])
+    assert candidates_module.half_each(near, sharing).tolist() == [[7, 4, 5, 6, 8], [7, 2, 3, 1, -1]]
+
+
+def test_many_documents_need_a_package_before_anything_is_embedded(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    wanted = in_lists(recipe)
+    for start in (Distillation(wanted).run, Distillation(wanted).check):
+        with fails_with(MissingDependencyError, "candidates.exact_up_to needs faiss", "faiss-cpu"):
+            start(LocalBackend(), Reporter())
+    assert not [*(tmp_path / "cache" / "tables").glob("*/*.npy")]
 
 
 def test_a_gpu_finds_the_same_candidates(recipe: Recipe, tmp_path: Path) -> None:
@@ -328,7 +370,11 @@ def test_a_query_without_a_shared_word_has_others(recipe: Recipe, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("by", "unit", "counts"),
-    [("teachers", "documents compared", [20, 40, 60, 20]), ("bm25", "BM25 queries", [3, 6, 9, 10, 3])],
+    [
+        ("teachers", "documents compared", [20, 40, 60, 20]),
+        ("bm25", "BM25 queries", [3, 6, 9, 10, 3]),
+        ("teachers, candidates.exact_up_to=50", "queries compared", [0, 4, 8, 0]),
+    ],
 )
 def test_a_stop_ends_a_search_in_its_middle_and_keeps_the_blocks_before(
     by: str, unit: str, counts: list[int], recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -336,14 +382,16 @@ def test_a_stop_ends_a_search_in_its_middle_and_keeps_the_blocks_before(
     monkeypatch.setattr(candidates_module, "BLOCK_QUERIES", 10)
     monkeypatch.setattr(candidates_module, "BLOCK_DOCUMENTS", 20)
     monkeypatch.setattr("distcse.text.bm25.QUERIES_PER_BATCH", 3)
-    wanted, events = load_recipe(str(tmp_path / "recipe.yaml"), [f"candidates.by={by}"]), list[Event]()
+    monkeypatch.setattr("distcse.text.vector_index.BLOCK_ROWS", 4)
+    overrides = f"candidates.by={by}".split(", ")
+    wanted, events = load_recipe(str(tmp_path / "recipe.yaml"), overrides), list[Event]()
     with fails_with(StoppedEarlyError, "candidates"):
         prepared(wanted, events, lambda: len(stages(events, unit)) == len(counts))
     assert stages(events, unit) == counts
     events.clear()
     prepared(wanted, events)
     assert last_of(events, "candidates") == (14, 10)
-    assert not stages(events, "sentences read by BM25"), "the index is kept"
+    assert not stages(events, "sentences read by BM25") + stages(events, "documents indexed"), "the index is kept"
 
 
 def test_a_search_by_words_needs_a_package_and_words(

@@ -355,7 +355,7 @@ def test_a_stop_is_heard_while_an_index_is_built(
 ) -> None:
     for size in (
         "distcse.events.CHUNK",
-        "distcse.runs.mutual.mining.QUERIES",
+        "distcse.text.vector_index.BLOCK_ROWS",
         "distcse.runs.mutual.mining.FLAT_UP_TO",
     ):
         monkeypatch.setattr(size, 100)
@@ -376,8 +376,9 @@ def test_an_inverted_file_has_the_lists_that_faiss_trains(monkeypatch: pytest.Mo
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(16), 16, lists, faiss.METRIC_INNER_PRODUCT)
     index.train(vectors)
     index.add(vectors)
-    for name, value in {"FLAT_UP_TO": 100, "NUM_PROBES": 4, "QUERIES": 100}.items():
-        monkeypatch.setattr(f"distcse.runs.mutual.mining.{name}", value)
+    monkeypatch.setattr("distcse.runs.mutual.mining.FLAT_UP_TO", 100)
+    for name, value in {"NUM_PROBES": 4, "BLOCK_ROWS": 100}.items():
+        monkeypatch.setattr(f"distcse.text.vector_index.{name}", value)
     index.nprobe = 4
     expected = index.search(vectors, 6)
     for found, wanted in zip(knn(vectors, 5), expected, strict=True):

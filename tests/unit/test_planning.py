@@ -85,7 +85,7 @@ def test_a_plan_counts_the_search_for_candidates_and_the_scores_of_pairs(
 ) -> None:
     """Of 1,000 queries and 9,000 documents, with an encoder and a cross-encoder as teachers, on a CPU."""
 
-    def search_plan(*overrides: str) -> StudentPlan:
+    def search_plan(*overrides: str, rows: int = 10_000, machine: Machine = CPU) -> StudentPlan:
         teachers = f"[{{backbone: '{tiny('bert')}'}}, {{backbone: '{tiny_cross}', max_length: 24}}]"
         recipe = load_recipe(
             "search",
@@ -95,8 +95,8 @@ def test_a_plan_counts_the_search_for_candidates_and_the_scores_of_pairs(
                 *("candidates={per_query: 20}", "objective.candidates={}", "training.epochs=1", *overrides),
             ],
         )
-        lengths = Lengths(np.full(10, 20), 10_000, "a test", 80.0, {"query": 0.1, "document": 0.9})
-        return StudentPlan.of(recipe, lengths, PlannedCluster("local", 1, 1, CPU))
+        lengths = Lengths(np.full(10, 20), rows, "a test", 80.0, {"query": 0.1, "document": 0.9})
+        return StudentPlan.of(recipe, lengths, PlannedCluster("local", 1, 1, machine))
 
     plan = search_plan()
     phases = {phase.name: phase for phase in plan.phases}
@@ -116,6 +116,12 @@ def test_a_plan_counts_the_search_for_candidates_and_the_scores_of_pairs(
     assert plan.disk_bytes - without.disk_bytes == plan.candidate_bytes
     bm25 = {phase.name: phase for phase in search_plan("candidates.by=bm25").phases}["candidates"]
     assert not bm25.seconds and "BM25 not estimated" in bm25.note
+    many = 10_000_000
+    exact, lists = search_plan("candidates.exact_up_to=9_000_000", rows=many), search_plan(rows=many)
+    searches = [next(phase for phase in each.phases if phase.name == "candidates") for each in (exact, lists)]
+    assert searches[0].seconds > 20 * searches[1].seconds > 0 and searches[1].note.endswith("in lists")
+    assert lists.candidate_bytes - exact.candidate_bytes == 2 * 9_000_000 * width
+    assert not search_plan(rows=many, machine=GPUS["L4-24G"]).phases[2].seconds
 
 
 def test_the_rows_of_each_role_are_counted_from_the_text(tmp_path: Path, tiny: Callable[..., Path]) -> None:

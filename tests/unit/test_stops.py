@@ -78,7 +78,7 @@ SMALL = {
     "distcse.text.corpus.CHUNK": 16,
     "distcse.text.pairs.CHUNK": 4,
     "distcse.events.CHUNK": 16,
-    "distcse.runs.mutual.mining.QUERIES": 16,
+    "distcse.text.vector_index.BLOCK_ROWS": 16,
     "distcse.models.static.TOKENS_PER_BATCH": 16,
     "distcse.runs.distillation.precompute.PART_ROWS": 100,
 }
@@ -415,7 +415,8 @@ ASKS = {
         runs/mutual/pairs:read_pairs runs/mutual/pairs:_prepare runs/mutual/preflight:_score""",
     "test_candidates.py": """
         runs/distillation/precompute:_find_candidates runs/distillation/precompute:_write_scores
-        teachers/candidates:CandidateSearch._nearest teachers/candidates:CandidateSearch._sharing_words""",
+        teachers/candidates:CandidateSearch._nearest teachers/candidates:CandidateSearch._sharing_words
+        teachers/candidates:CandidateSearch._write_lists""",
     "test_stopped_evaluation.py": "runs/backend:LocalBackend.run_on_devices runs/mutual/final_evaluation:_measure",
     "test_mutual_stopped.py": "runs/mutual/group:LocalGroup.score",
     "test_worker_pool.py": "runs/mutual/group:WorkerPool._wait_for_slots",

@@ -23,7 +23,7 @@ from distcse.runs.distillation.processes import student_needs
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, storage_errors
 from distcse.teachers.candidate_scores import CandidateScoring, ScoredCandidates
-from distcse.teachers.candidates import CANDIDATES, CandidateSearch
+from distcse.teachers.candidates import CANDIDATES, CandidateSearch, import_faiss, searches_lists
 from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
@@ -37,8 +37,6 @@ _CONFIGURATIONS = ("*config*.json", "modules.json")
 """Files of a model on the hub that say the dimension of its vectors."""
 _STAGE = "tokens"
 _MEMORY, _SEARCH_MEMORY = 2 * GIB, 3 * GIB
-_INDEXED_BYTES = 1000
-"""Estimate of a text with its entries in BM25's index."""
 SHARDS_PER_CALL = 16
 """Shards of scores for which a model is loaded: up to 65,536 pairs, which take seconds on a GPU and minutes on a CPU."""
 
@@ -131,7 +129,7 @@ def prepare_tables(
     """
     section, cache = recipe.teachers, open_store(recipe.storage.cache)
     missing_shards = _missing_shards(recipe, corpus, verifies, reporter)
-    _require_means_for(missing_shards, recipe, backend.cluster)
+    _require_means_for(missing_shards, recipe, corpus, backend.cluster)
     tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
     for number, (table, missing) in missing_shards.items():
         stage, embedded = f"teacher {number}", 0
@@ -195,15 +193,14 @@ def _find_candidates(recipe: Recipe, wanted: CandidateSearch, backend: Backend, 
         with _lease(wanted.store, reporter, "looks for the same candidates"):
             found = wanted.missing_blocks()  # fewer if another run found some during the wait
             needs = student_needs(recipe)
-            if wanted.lacks_index:
-                memory = _MEMORY + _INDEXED_BYTES * len(wanted.documents)
-                call = DeviceCall("BM25 index", wanted.write_index, memory)
-                backend.run_on_devices([call], needs.options(uses_gpu=False), reporter)
+            indexes = [DeviceCall(name, write, _MEMORY + memory) for name, write, memory in wanted.missing_indexes()]
+            if indexes:
+                backend.run_on_devices(indexes, needs.options(uses_gpu=False), reporter)
             calls = [
                 DeviceCall(f"candidates of block {number}", partial(wanted.write_block, number), _SEARCH_MEMORY)
                 for number in found
             ]
-            backend.run_on_devices(calls, needs.options(), reporter)
+            backend.run_on_devices(calls, needs.options(uses_gpu=not wanted.uses_lists), reporter)
     new, each = sum(len(wanted.blocks[number]) for number in found), wanted.section.per_query
     note = f"{each} for each of {total:,} queries, {total - new:,} reused"
     report_finished(reporter, CANDIDATES, new, note, total - new)
@@ -257,15 +254,20 @@ def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None
 
 
 def require_embedding(recipe: Recipe, corpus: Corpus, cluster: Cluster | None, reporter: Reporter) -> None:
-    """Check that the missing rows of tables have room, and their actors a GPU if `resources.gpu` is `required`."""
+    """Check that a search has faiss, missing rows of tables have room, and their actors a GPU if `resources.gpu` requires it."""
     # Their checksums need not be computed for the room.
     verify = cluster is not None and recipe.gpu_mode == "required"
-    _require_means_for(_missing_shards(recipe, corpus, verify, reporter), recipe, cluster)
+    _require_means_for(_missing_shards(recipe, corpus, verify, reporter), recipe, corpus, cluster)
 
 
 def _require_means_for(
-    missing_shards: Mapping[int, tuple[EmbeddingTable, list[int]]], recipe: Recipe, cluster: Cluster | None
+    missing_shards: Mapping[int, tuple[EmbeddingTable, list[int]]],
+    recipe: Recipe,
+    corpus: Corpus,
+    cluster: Cluster | None,
 ) -> None:
+    if recipe.candidates is not None and recipe.compares_candidates and searches_lists(recipe.candidates, corpus):
+        import_faiss()
     vectors = {
         number: sum(len(table.shard_range(shard)) for shard in missing)
         for number, (table, missing) in missing_shards.items()

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.devices import host
 from distcse.devices.device import default_device
-from distcse.errors import CorpusTooSmallError, MissingDependencyError
+from distcse.errors import CorpusTooSmallError
 from distcse.events import Reporter, StageProgress
 from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder
@@ -27,18 +25,13 @@ from distcse.runs.final_evaluation import excluded_sentences
 from distcse.storage import ArtifactStore, open_store
 from distcse.text import Corpus, Pairs
 from distcse.text.bm25 import BM25Index, require_bm25
+from distcse.text.vector_index import VectorIndex, require_faiss
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
 _QUERIES_PER_PAIR = 1
 """BM25 queries per requested pair, at most: each finds `num_neighbors` pairs, in about 0.1 s of a million sentences."""
 FLAT_UP_TO = 200_000
 """Largest number of vectors for which the search is exact."""
-NUM_PROBES = 32
-"""Lists of the inverted file that each query searches."""
-_CLUSTERING_PASSES = 10
-"""Passes of k-means that find the lists, as faiss makes by default for an inverted file."""
-QUERIES = 8192
-"""Vectors that are searched for together."""
 _TEXT_BYTES, _VECTOR_COPIES = 1000, 3
 """Estimates of a sentence with its entries in dictionaries and BM25's index, and of a vector's copies."""
 _LARGE_WIDTH = 1024
@@ -98,16 +91,9 @@ def mine_pairs(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactSt
 def require_mining(section: MiningSection) -> None:
     """Check that the packages which the mining settings need are installed."""
     if any(band.share for band in section.bands):
-        _require_faiss()
+        require_faiss("pairs.mine")
     if section.bm25_share:
         _require_bm25()
-
-
-def _require_faiss() -> Any:
-    try:
-        return import_module("faiss")
-    except ImportError:
-        raise MissingDependencyError(f"pairs.mine needs faiss; {host.pip_install('mining')}") from None
 
 
 def _require_bm25() -> Any:
@@ -223,7 +209,7 @@ def knn(
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Find the k nearest neighbors of each vector, in addition to the vector itself.
 
-    The search is exact for up to 200,000 vectors, and uses faiss's inverted-file index (`IndexIVFFlat`) for more.
+    The search is exact for up to 200,000 vectors, and in an inverted file for more.
 
     Args:
         vectors: (n, d) unit vectors.
@@ -233,25 +219,10 @@ def knn(
     Returns:
         (n, min(k + 1, n)) cosines and (n, min(k + 1, n)) row ids, nearest first; an id is -1 where the index finds fewer.
     """
-    faiss, report = _require_faiss(), on_progress or (lambda done: None)
+    faiss, report, count = require_faiss("pairs.mine"), on_progress or (lambda done: None), len(vectors)
     report(0)
-    count, width = vectors.shape
-    index: Any = faiss.IndexFlatIP(width)
     if count > FLAT_UP_TO:
-        lists = int(4 * np.sqrt(count))
-        clusters = faiss.Clustering(width, lists)
-        clusters.niter, clusters.spherical = 1, True
-        for _ in range(_CLUSTERING_PASSES):
-            clusters.train(vectors[:: max(1, count // (64 * lists))], index)  # continues from the previous centroids
-            report(0)
-        index = faiss.IndexIVFFlat(index, width, lists, faiss.METRIC_INNER_PRODUCT)
-        index.is_trained, index.nprobe = True, NUM_PROBES
-    for begin in range(0, count, QUERIES):
-        index.add(vectors[begin : begin + QUERIES])
-        report(0)
-    found = []
-    for begin in range(0, count, QUERIES):
-        report(begin)
-        found.append(index.search(vectors[begin : begin + QUERIES], min(num_neighbors + 1, count)))
-    cosines, rows = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return cosines, rows
+        index = VectorIndex.inverted_file(faiss, count, vectors.__getitem__, lambda _: report(0))
+    else:
+        index = VectorIndex.flat(faiss, vectors, lambda _: report(0))
+    return index.nearest(vectors, min(num_neighbors + 1, count), report)
