@@ -1,7 +1,7 @@
 """Sentence encoders and cross-encoders, loaded from and saved to the sentence-transformers folder layout."""
 
 from distcse.model_source import model_fingerprint, resolve_model
-from distcse.models.cross import CrossEncoder, is_cross_encoder
+from distcse.models.cross import CrossEncoder, is_causal_reranker, is_cross_encoder
 from distcse.models.encoder import Encoder, EncoderHandle, TokenizerSpec
 from distcse.models.pooling import pool
 from distcse.models.static import StaticEncoder, is_static
@@ -15,6 +15,7 @@ __all__ = [
     "TokenizerSpec",
     "build_projection",
     "depth_of",
+    "is_causal_reranker",
     "is_cross_encoder",
     "is_static",
     "model_fingerprint",

@@ -273,6 +273,12 @@ def is_cross_encoder(folder: Path) -> bool:
     )
 
 
+def is_causal_reranker(folder: Path) -> bool:
+    """Return whether a folder is a language model whose next token scores a pair, as sentence-transformers 6 saves it."""
+    modules = read_json(folder / "modules.json", list)
+    return any(isinstance(module, dict) and str(module.get("type")).endswith(".LogitScore") for module in modules)
+
+
 def check_scorer(folder: ModelFolder) -> str:
     """Check that a folder's settings are those of a cross-encoder that distcse can use; return the name of its activation."""
     if folder.layout.prompt:

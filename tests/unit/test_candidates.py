@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import sentence_transformers
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import distcse
 from distcse.errors import (
@@ -40,10 +42,12 @@ from distcse.teachers import candidate_scores as scores_module
 from distcse.teachers import candidates as candidates_module
 from distcse.teachers.candidate_scores import ScoredCandidates
 from distcse.teachers.candidates import CandidateSearch
+from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import CandidateSampler, Corpus
 from tests.failures import fails_with
 from tests.gpusim import simulated
+from tests.models import make_family
 
 WORDS = "red green blue old new garden river song city law cat fish stone bread winter"
 
@@ -221,6 +225,36 @@ def test_a_cross_encoder_scores_what_the_others_find(
     read = CrossEncoder.load(tiny_cross, 32).score(pairs).reshape(found.ids.shape)
     assert read.std() > 1e-3
     np.testing.assert_allclose(mean.scores, (found.scores + read) / 2, atol=1e-6)
+
+
+def test_a_language_model_that_answers_yes_or_no_scores_candidates(
+    scored: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loaded and asked by sentence-transformers, with whatever template the folder has."""
+    make_family(tmp_path / "qwen", "qwen3", [WORDS, "yes no"])
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "qwen")).save_pretrained(tmp_path / "qwen")
+    model = sentence_transformers.CrossEncoder(str(tmp_path / "qwen"), device="cpu")
+    model.save(str(tmp_path / "reranker"))
+    wanted = scored(
+        f"teachers.encoders.2.backbone={tmp_path / 'reranker'}",
+        "teachers.encoders.2.max_length=null",
+        "teachers.encoders.2.precision=auto",
+        "teachers.tokens_per_batch=140",  # two pairs
+    )
+    Distillation(wanted).check(LocalBackend(), Reporter())
+    done = prepared(wanted, events := list[Event]())
+    found, mean = done.search.open(), done.candidates.open()
+    queries = done.corpus.texts(done.search.queries)
+    pairs = [(queries[row], text) for row, ids in enumerate(found.ids) for text in done.corpus.texts(ids)]
+    read = model.predict(pairs).reshape(found.ids.shape)
+    assert read.std() > 1e-4 and last_of(events, "teacher 2") == (24 * 8, 0)
+    np.testing.assert_allclose(mean.scores, (found.scores + read) / 2, atol=1e-6)
+    assert (Distillation(wanted).run(LocalBackend(), Reporter()).directory.path / "model").exists()
+    monkeypatch.setitem(sys.modules, "sentence_transformers.cross_encoder.modules", None)
+    with fails_with(MissingDependencyError, "needs sentence-transformers 6"):
+        kind_of(wanted.teachers.encoders[2]).open_scorer()
+    (check,) = kind_of(wanted.teachers.encoders[2]).check_source()
+    assert check.verdict == "fail" and "sentence-transformers 6" in check.found
 
 
 def test_what_is_damaged_alone_is_computed_again_whatever_the_weights(
