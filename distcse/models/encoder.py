@@ -247,13 +247,7 @@ class Encoder(nn.Module):
     def token_ids(self, texts: Sequence[str], prompt: str | None = None, role: Role = "text") -> list[list[int]]:
         """Tokenize texts of a role, truncated to its maximum length; another prompt replaces the role's."""
         reading = self.reading(role)
-        prompt, max_length = reading.prompt if prompt is None else prompt, reading.max_length
-        ids: list[list[int]] = []
-        for begin in range(0, len(texts), TOKENIZED_TEXTS):
-            part = apply_prompt(self.tokenizer, texts[begin : begin + TOKENIZED_TEXTS], prompt, max_length)
-            with tokenizing(self.tokenizer, max_length) as backend:
-                ids += encode_batch(backend, part)
-        return ids
+        return _token_ids(self.tokenizer, texts, reading if prompt is None else replace(reading, prompt=prompt))
 
     def encode(
         self,
@@ -464,6 +458,10 @@ class TokenizerSpec:
         """Prefix or template of plain texts; may be empty."""
         return self.readings["text"].prompt
 
+    def token_ids(self, texts: Sequence[str], role: Role = "text") -> list[list[int]]:
+        """Tokenize texts of a role, as `Encoder.token_ids` does."""
+        return _token_ids(self.tokenizer, texts, self.readings[role])
+
     @classmethod
     def of(cls, section: EncoderSection) -> TokenizerSpec:
         """Return the settings that `Encoder.from_section` would use.
@@ -481,6 +479,15 @@ class TokenizerSpec:
         folder.supported_config()
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         return cls(tokenizer, readings_of(section, layout, max_length))
+
+
+def _token_ids(tokenizer: Any, texts: Sequence[str], reading: Reading) -> list[list[int]]:
+    ids: list[list[int]] = []
+    for begin in range(0, len(texts), TOKENIZED_TEXTS):
+        part = apply_prompt(tokenizer, texts[begin : begin + TOKENIZED_TEXTS], reading.prompt, reading.max_length)
+        with tokenizing(tokenizer, reading.max_length) as backend:
+            ids += encode_batch(backend, part)
+    return ids
 
 
 def _width(backbone: nn.Module) -> int:

@@ -80,6 +80,10 @@ class TeacherSection(EncoderSection):
     kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
     """Arguments of its constructor."""
 
+    engine: Literal["torch", "vllm"] = "torch"
+    """What computes a bi-encoder's vectors: distcse with PyTorch, or [vLLM](../how-to/teachers.md#vllm), which the processes that
+    host the teacher start."""
+
     alpha: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this teacher's cosines, divided by the sum over teachers: 1 and 2 are RankCSE's α = 1/3 and 1 − α (§4.4)."""
     similarity: Literal["cosine", "rank"] = "cosine"
@@ -107,7 +111,7 @@ class TeacherSection(EncoderSection):
             else dict.fromkeys(("num_references", "rank_method"), "similarity is cosine")
         )
         kind = next((key for key in _IGNORED_KEYS if getattr(self, key) is not None), None)
-        model = ("pooling", "trust_remote_code")
+        model = ("pooling", "trust_remote_code", "engine")
         return (
             ranks
             if kind is None

