@@ -61,7 +61,7 @@ class MissingIndex(NamedTuple):
     name: str
     write: Callable[[Reporter], None]
     memory: float
-    """Estimated bytes of a process that makes it, beside its libraries."""
+    """Estimated bytes of a process that makes it, next to its libraries."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class CandidateSearch:
 
 
 def searches_lists(section: CandidatesSection, corpus: Corpus) -> bool:
-    """Whether a corpus has so many documents that the teachers' tables are searched in an inverted file."""
+    """Whether a corpus has more documents than are searched exactly by the teachers' tables."""
     return section.by != "bm25" and len(corpus.rows_of_role("document")) > section.exact_up_to
 
 
