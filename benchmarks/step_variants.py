@@ -67,7 +67,8 @@ class Batch:
     places: Tensor
     """Positions in the rows, of the shape of `ids`."""
     mask: Tensor
-    """(R, 1, 1, L) true at tokens; by blocks (R / 4, 1, 4 L, 4 L); without padding the (R + 2,) ends of the rows, int32."""
+    """(R, 1, 1, L) true at tokens; by blocks (R / 4, 1, 4 L, 4 L); without padding the int32 ends of the rows and of
+    rows of padding, from 0."""
     first: Tensor
     """(R,) places of the rows' first tokens among all tokens."""
 
@@ -85,8 +86,9 @@ class Batch:
             more = -total % BUCKET
             ids = torch.cat([ids[visible], torch.zeros(more, dtype=torch.int64)])
             places = torch.cat([places[visible], torch.arange(more) % sizes.length])
-            mask = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0), torch.tensor([total + more])]).int()
-            first = mask[:-2].long()
+            ends = torch.tensor([*range(total + sizes.length, total + more, sizes.length), total + more])
+            mask = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0), ends]).int()
+            first = mask[: sizes.rows].long()
         elif "blocks" in way:
             rows = torch.arange(BLOCK * sizes.length) // sizes.length
             keys = visible.reshape(-1, 1, 1, BLOCK * sizes.length)
@@ -264,7 +266,7 @@ def main() -> None:
             synchronize()
             found[name].append(1e3 * (time.perf_counter() - began) / _STEPS)
     for name, times in found.items():
-        ratios = sorted(today / each for today, each in zip(found["layers"], times, strict=True))
+        ratios = sorted(first / each for first, each in zip(next(iter(found.values())), times, strict=True))
         print(
             f"{name:<24}{statistics.median(times):8.2f} ms{statistics.median(ratios):8.2f}x [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
         )

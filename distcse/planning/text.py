@@ -188,7 +188,7 @@ def _describe_shape(shape: Shape) -> str:
 
 def _describe_teacher(teacher: PlannedTeacher) -> str:
     if teacher.shape is None:
-        return f"{teacher.kind.section.backbone}, no model that is computed here"
+        return f"{teacher.kind.section.backbone}, {teacher.kind.name} of unknown size"
     source = "rank space" if teacher.list_source == "rank" else teacher.list_source
     work = source if teacher.kind.has_vectors else teacher.kind.name
     return f"{_describe_shape(teacher.shape)}, {teacher.kind.precision}, {work}"

@@ -37,7 +37,7 @@ class CandidateScoring:
 
     search: CandidateSearch
     teacher: TeacherSection
-    """A cross-encoder, or an endpoint that reads pairs."""
+    """One that reads pairs, such as a cross-encoder."""
 
     @cached_property
     def store(self) -> ArtifactStore:

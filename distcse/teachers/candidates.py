@@ -31,7 +31,7 @@ from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus
 from distcse.text.bm25 import BM25Index, require_bm25
 from distcse.text.ragged import fetch_label, find_cached, write_cache_folder
-from distcse.text.vector_index import VectorIndex, require_faiss
+from distcse.text.vector_index import LISTS, ROWS_PER_LIST, VectorIndex, require_faiss
 
 _FORMAT = 1
 _LABEL, _IDS, _SCORES = "candidates.json", "ids.npy", "scores.npy"
@@ -141,7 +141,9 @@ class CandidateSearch:
             missing.append(MissingIndex("BM25 index", self._write_words, _WORD_BYTES * count))
         if self.uses_lists and find_cached(self._lists, _INDEX) is None:
             width = sum(table.dimension for table in self.teachers.tables)
-            missing.append(MissingIndex("inverted file", self._write_lists, BYTES_PER_NUMBER * width * count))
+            # Lists grow by doubling; k-means reads its sample in fp32.
+            memory = 2.0 * BYTES_PER_NUMBER * width * count + 4.0 * width * ROWS_PER_LIST * LISTS * count**0.5
+            missing.append(MissingIndex("inverted file", self._write_lists, memory))
         return missing
 
     def _write_words(self, reporter: Reporter) -> None:
@@ -246,13 +248,15 @@ class CandidateSearch:
         return places
 
     def _filled(self, places: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
-        """Draw documents for the (n, k) places that are -1, other ones than a query has, as far as there are others."""
+        """Draw documents for the (n, k) places that are -1, each another one than a query has, as far as there are others."""
         count, is_open = len(self.documents), places < 0
         firsts = np.arange(len(places))[:, None] * count  # a query's place as one number: firsts + place
         taken, firsts_of_open = (firsts + places)[~is_open], np.broadcast_to(firsts, places.shape)[is_open]
         drawn = random.integers(0, count, size=int(is_open.sum()))
         for _ in range(8):
-            is_taken = np.isin(firsts_of_open + drawn, taken)
+            wanted, is_first = firsts_of_open + drawn, np.zeros(len(drawn), dtype=bool)
+            is_first[np.unique(wanted, return_index=True)[1]] = True
+            is_taken = np.isin(wanted, taken) | ~is_first
             if not is_taken.any():
                 break
             drawn[is_taken] = random.integers(0, count, size=int(is_taken.sum()))

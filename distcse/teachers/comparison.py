@@ -111,6 +111,7 @@ def compare(recipe: Recipe, corpus: Corpus, sentences: int, reporter: Reporter) 
             rows, partial(embedder.encode, normalize=True, precision=teacher.precision, on_progress=progress)
         )
         seconds[number] = time.perf_counter() - started_at
+        del embedder  # frees its memory before the next is loaded
         lists.append(_drop_diagonal(units @ units.T))
         statistics[number], dimensions[number] = measure_statistics(units), units.shape[1]
         reporter.emit(StageProgress(f"teacher {number}", len(texts), len(texts), "sentences", finished=True))

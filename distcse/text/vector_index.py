@@ -58,7 +58,7 @@ class VectorIndex:
         report: Callable[[int], None],
         half: bool = False,
     ) -> VectorIndex:
-        """Index vectors in 4·√n lists, of which a query searches 32: an approximate search.
+        """Index n vectors in 4·√n lists, of which a query searches 32: an approximate search.
 
         Args:
             faiss: The package.
@@ -67,7 +67,7 @@ class VectorIndex:
             report: Called with the number of vectors in the lists so far, also before there is any.
             half: Store the vectors in fp16.
         """
-        lists = int(LISTS * np.sqrt(count))
+        lists = min(count, int(LISTS * np.sqrt(count)))
         sample = read(slice(None, None, max(1, count // (ROWS_PER_LIST * lists))))
         width = sample.shape[1]
         centroids = faiss.IndexFlatIP(width)
@@ -76,6 +76,7 @@ class VectorIndex:
         for _ in range(CLUSTERING_PASSES):
             clusters.train(sample, centroids)  # continues from the previous centroids
             report(0)
+        del sample  # about as large as the lists of a million
         if half:
             index = faiss.IndexIVFScalarQuantizer(
                 centroids, width, lists, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT, False
@@ -100,7 +101,9 @@ class VectorIndex:
     @classmethod
     def load(cls, faiss: Any, file: Path) -> VectorIndex:
         """Memory-map an index that `save` wrote."""
-        return cls(faiss, faiss.read_index(str(file), faiss.IO_FLAG_MMAP))
+        index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
+        index.nprobe = NUM_PROBES
+        return cls(faiss, index)
 
     def nearest(
         self, queries: NDArray[np.float32], count: int, report: Callable[[int], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -168,12 +169,25 @@ def test_many_documents_are_searched_in_lists_made_once(recipe: Recipe, monkeypa
     assert stages(events, "documents indexed")[-1] == 60 and 10 not in stages(events, "documents compared")
     monkeypatch.setattr("distcse.text.vector_index.NUM_PROBES", 1)
     events.clear()
-    one = prepared(in_lists(recipe, per_query=40), events)
+    one = prepared(in_lists(recipe, per_query=20), events)
     assert not stages(events, "documents indexed"), "the index is kept"
     ids, mean = one.search.open().ids, mean_cosines(one)
-    assert all(len({*row}) == 40 for row in ids.tolist())
+    nearest = np.argsort(-mean, axis=1, kind="stable")[:, :18] + 24
+    assert not all({*found} <= {*row} for found, row in zip(nearest.tolist(), ids.tolist(), strict=True))
+    assert all(len({*row}) == 20 for row in ids.tolist())
     np.testing.assert_allclose(one.search.open().scores, np.take_along_axis(mean, ids - 24, 1), atol=1e-5)
     assert done.search.store.name == content_key([1, done.search.teachers.key, 8, 2, "lists"])
+
+
+def test_a_stop_is_heard_while_lists_are_made(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distcse.text.vector_index.BLOCK_ROWS", 20)
+    events = list[Event]()
+    with fails_with(StoppedEarlyError, "after 20 of 60 documents indexed"):
+        prepared(in_lists(recipe), events, lambda: 20 in stages(events, "documents indexed"))
+    assert not [*(tmp_path / "cache" / "vectors").glob("*/index.json")]
+    few = (recipe.candidates or CandidatesSection()).model_copy(update={"exact_up_to": 0})
+    (tmp_path / "documents.txt").write_text("\n".join(WORDS.split()[:9]))  # 12 lists for nine documents
+    assert prepared(recipe.model_copy(update={"candidates": few})).search.open().ids.shape == (24, 8)
 
 
 def test_half_of_the_documents_of_a_list_that_has_few_are_found_by_words() -> None:
@@ -251,8 +265,10 @@ def test_a_language_model_that_answers_yes_or_no_scores_candidates(
     np.testing.assert_allclose(mean.scores, (found.scores + read) / 2, atol=1e-6)
     assert (Distillation(wanted).run(LocalBackend(), Reporter()).directory.path / "model").exists()
     monkeypatch.setitem(sys.modules, "sentence_transformers.cross_encoder.modules", None)
+    shutil.rmtree(tmp_path / "cache")
     with fails_with(MissingDependencyError, "needs sentence-transformers 6"):
-        kind_of(wanted.teachers.encoders[2]).open_scorer()
+        Distillation(wanted).run(LocalBackend(), Reporter())
+    assert not [*(tmp_path / "cache").glob("tables/*/*.npy")]
     (check,) = kind_of(wanted.teachers.encoders[2]).check_source()
     assert check.verdict == "fail" and "sentence-transformers 6" in check.found
 

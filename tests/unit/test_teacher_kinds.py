@@ -31,7 +31,7 @@ from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.result import StudentResult
 from distcse.storage import open_store
 from distcse.teachers import embedding
-from distcse.teachers.embedding import embed_shards, table_of
+from distcse.teachers.embedding import embed_shards, embed_texts, table_of
 from distcse.teachers.kinds import TeacherKind, kind_of
 from distcse.teachers.lists import LocalTeacherClient, TeacherEnsemble
 from distcse.teachers.table import MOST_SHARDS, SHARD_ROWS, EmbeddingTable, TableIdentity, rows_per_shard
@@ -177,9 +177,13 @@ def test_vllm_is_refused_where_it_is_missing_or_cannot_compute_the_model_before_
     place = "distcse.teachers.kinds.vllm.find_spec"
     monkeypatch.setattr(place, lambda name: None)
     recipe = recipe_with("teachers.encoders.1.engine=vllm")
-    with fails_with(MissingDependencyError, "pip install vllm", "engine: torch"):
-        PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
-    assert not (tmp_path / "cache" / "tables").exists()
+    for start in (PreparedCorpus.prepare, embed_corpus):
+        with fails_with(MissingDependencyError, "pip install vllm", "engine: torch"):
+            start(recipe, LocalBackend(), Reporter())
+    own_table, others = (tmp_path / "cache" / "tables").glob("*"), recipe.teachers.encoders[1:]
+    assert sum(bool([*table.glob("*.npy")]) for table in own_table) == 1  # the teacher before it, by the pass alone
+    with fails_with(MissingDependencyError, "pip install vllm"):
+        embed_texts(others[0], ["a text"], open_store(tmp_path / "cache"))
     own, other = (kind_of(section) for section in recipe.teachers.encoders)
     assert [check.verdict for check in (*own.check_source(), *other.check_source())] == ["fail"]
     monkeypatch.setattr(place, lambda name: True)

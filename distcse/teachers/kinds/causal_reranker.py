@@ -13,9 +13,13 @@ from distcse.devices.device import arithmetic, default_device, defaults_of
 from distcse.errors import MissingDependencyError, UnsuitableTeacherError
 from distcse.model_source import resolve_model
 from distcse.models import model_fingerprint
-from distcse.models.files import check_weights
+from distcse.models.files import check_weights, require_weights
+from distcse.models.st_format import backbone_folder
 from distcse.teachers.kinds.base import TeacherKind, frozen_weight_dtype
 from distcse.teachers.teacher import Embedder, Pairs, PairScorer
+
+_SORTED = 256
+"""Pairs of similar lengths that are scored between two reports of progress."""
 
 
 class CausalRerankerKind(TeacherKind):
@@ -46,11 +50,19 @@ class CausalRerankerKind(TeacherKind):
     def unread_keys(self) -> Mapping[str, str]:
         return {"pooling": "a reranker has no vectors"}
 
+    def check_settings(self) -> None:
+        """Check also that sentence-transformers is there.
+
+        Raises:
+            MissingDependencyError: It is not, or too old.
+        """
+        super().check_settings()
+        _import_cross_encoder()
+
     def check_source(self) -> list[Check]:
         """Check, for the doctor, the section's settings, and that sentence-transformers is there."""
         try:
             self.check_settings()
-            _import_cross_encoder()
         except (UnsuitableTeacherError, MissingDependencyError) as error:
             return [fail("teacher", str(error), "or use another teacher")]
         return []
@@ -59,6 +71,7 @@ class CausalRerankerKind(TeacherKind):
         """Load the reranker, with weights in the teacher's precision."""
         section, device = self.section, default_device()
         folder = resolve_model(section.backbone, section.trust_remote_code)
+        require_weights(backbone_folder(folder))
         check_weights(folder)
         model = _import_cross_encoder()(
             str(folder),
@@ -66,7 +79,7 @@ class CausalRerankerKind(TeacherKind):
             max_length=section.longest,
             trust_remote_code=section.trust_remote_code,
             local_files_only=True,
-            model_kwargs={"dtype": frozen_weight_dtype(self.precision, device)},
+            model_kwargs={"dtype": frozen_weight_dtype(self.precision, device), "use_safetensors": True},
         )
         return CausalReranker(model.eval())
 
@@ -89,26 +102,31 @@ class CausalReranker:
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> Iterator[NDArray[np.float64]]:
-        """Score groups of pairs, one after the other; yield the (n,) scores of each, probabilities of "yes".
+        """Score groups of pairs, one after the other; yield the (n,) scores of each: probabilities of "yes", by default.
 
         Args:
             groups: The pairs.
-            batch_tokens: Maximum number of tokens per forward pass, at the model's maximum length. Default: the device's.
+            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: the device's.
             precision: `fp32`, or `bf16` / `fp16` for autocast.
             on_progress: Called with the number of pairs scored so far.
         """
         device, done = self._model.device, 0
-        size = max(1, (batch_tokens or defaults_of(device).frozen_batch_tokens) // self._model.max_seq_length)
+        budget = batch_tokens or defaults_of(device).frozen_batch_tokens
         for pairs in groups:
-            parts = [np.empty(0)]
-            for begin in range(0, len(pairs), size):
-                part = list(pairs[begin : begin + size])
+            scores = np.empty(len(pairs))
+            order = np.argsort([len(query) + len(document) for query, document in pairs])
+            for places in np.split(order, range(_SORTED, len(order), _SORTED)):
+                part = [pairs[place] for place in places]
+                tokens = self._model.preprocess(part[-1:])["input_ids"].shape[
+                    1
+                ]  # of the longest, with what surrounds it
                 with arithmetic(precision, device):
-                    parts.append(self._model.predict(part, batch_size=size, show_progress_bar=False))
+                    size = max(1, budget // tokens)
+                    scores[places] = self._model.predict(part, batch_size=size, show_progress_bar=False)
                 done += len(part)
                 if on_progress is not None:
                     on_progress(done)
-            yield np.concatenate(parts, dtype=np.float64)
+            yield scores
 
     def score(
         self, pairs: Pairs, *, precision: str = "fp32", on_progress: Callable[[int], None] | None = None

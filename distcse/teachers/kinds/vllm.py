@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from distcse.checks import Check, fail
 from distcse.devices.device import default_device, gpu_module, has_gpu
-from distcse.errors import MissingDependencyError, UnsuitableTeacherError
+from distcse.errors import EncoderError, MissingDependencyError, UnsuitableTeacherError
 from distcse.model_source import resolve_model
 from distcse.models import TokenizerSpec, is_cross_encoder
 from distcse.models.files import check_weights
-from distcse.models.folder import ModelFolder
+from distcse.models.folder import ModelFolder, find_local_model
 from distcse.models.loading import resolve_pooling
 from distcse.recipe import Role, TeacherSection
 from distcse.storage import content_key
@@ -24,8 +24,8 @@ from distcse.teachers.teacher import Embedder
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _POOLINGS = {"cls": "CLS", "mean": "MEAN", "last_token": "LAST"}
-_MEMORY_SHARE = 0.9
-"""Share of a GPU's free memory that vLLM may take, as it takes of all memory by default."""
+_MEMORY_PART = 0.9
+"""Part of a GPU's free memory that vLLM may take, as it takes of all memory by default."""
 _TEXTS = 4096
 """Texts between two reports of progress."""
 
@@ -36,6 +36,11 @@ class VllmKind(ModelKind):
 
     name = "bi-encoder"
 
+    @property
+    def overflows_fp16(self) -> bool:
+        """True: vLLM computes the whole model in the precision, also norms and embeddings."""
+        return True
+
     @classmethod
     def matches(cls, section: TeacherSection) -> bool:
         return section.engine == "vllm" and section.loads_model
@@ -45,11 +50,12 @@ class VllmKind(ModelKind):
         return content_key([super().source_fingerprint(), "vllm"])
 
     def check_settings(self) -> None:
-        """Check that vLLM is there and computes such a model.
+        """Check that vLLM is there and computes such a model, if the model is here.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
             UnsuitableTeacherError: The model has a pooling, or modules after it, that are not passed on to vLLM.
+            EncoderError: The folder is damaged.
         """
         super().check_settings()
         if find_spec("vllm") is None:
@@ -57,7 +63,9 @@ class VllmKind(ModelKind):
                 f"teacher {self.section.backbone} has engine: vllm, which is not installed; pip install vllm, or write "
                 "engine: torch"
             )
-        root = resolve_model(self.section.backbone, self.section.trust_remote_code)
+        root = find_local_model(self.section.backbone, self.section.trust_remote_code)
+        if root is None:
+            return
         layout = ModelFolder.read(root, self.section.trust_remote_code).layout
         pooling = resolve_pooling(self.section, layout)
         if is_cross_encoder(root) or pooling not in _POOLINGS or layout.head or layout.truncate_dim:
@@ -70,29 +78,34 @@ class VllmKind(ModelKind):
         """Check, for the doctor, what `check_settings` refuses."""
         try:
             self.check_settings()
-        except (MissingDependencyError, UnsuitableTeacherError) as error:
+        except (MissingDependencyError, UnsuitableTeacherError, EncoderError) as error:
             return [fail("teacher", str(error), "or use another teacher")]
         return []
 
     def open_embedder(self) -> Embedder:
         """Start vLLM's engine with the model, in the teacher's precision."""
+        section = self.section
+        root = resolve_model(section.backbone, section.trust_remote_code)
+        self.check_settings()  # the folder may be new, and a node's packages may differ
+        check_weights(root)
         from vllm import LLM  # takes seconds
         from vllm.config import PoolerConfig
 
-        section = self.section
-        root = resolve_model(section.backbone, section.trust_remote_code)
-        check_weights(root)
         folder, tokens = ModelFolder.read(root, section.trust_remote_code), TokenizerSpec.of(section)
         settings: dict[str, Any] = {}
         if has_gpu():
-            free, total = gpu_module(default_device()).mem_get_info()
-            settings["gpu_memory_utilization"] = _MEMORY_SHARE * free / total
+            gpu = gpu_module(default_device())
+            free, total = gpu.mem_get_info()
+            share = gpu.get_per_process_memory_fraction()  # that of the process on the cluster: see `limit_memory`
+            settings["gpu_memory_utilization"] = min(share, _MEMORY_PART * free / total)
         engine = LLM(
             str(folder.backbone),
             runner="pooling",
             dtype=_DTYPES[self.precision],
             max_model_len=max(reading.max_length for reading in tokens.readings.values()),
-            pooler_config=PoolerConfig(seq_pooling_type=_POOLINGS[resolve_pooling(section, folder.layout)]),
+            pooler_config=PoolerConfig(
+                seq_pooling_type=_POOLINGS[resolve_pooling(section, folder.layout)], use_activation=True
+            ),
             trust_remote_code=section.trust_remote_code,
             **settings,
         )
