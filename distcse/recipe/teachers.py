@@ -81,8 +81,7 @@ class TeacherSection(EncoderSection):
     """Arguments of its constructor."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    """What computes a bi-encoder's vectors for training: distcse with PyTorch, or [vLLM](../how-to/teachers.md#vllm), which the
-    processes that host the teacher start."""
+    """What computes a bi-encoder's vectors for training: PyTorch, or [vLLM](../how-to/teachers.md#vllm)."""
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this teacher's cosines, divided by the sum over teachers: 1 and 2 are RankCSE's α = 1/3 and 1 − α (§4.4)."""

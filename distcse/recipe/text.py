@@ -124,8 +124,8 @@ class CandidatesSection(Section):
     """
 
     exact_up_to: Annotated[int, Field(ge=0)] = 1_000_000
-    """Documents up to which the search by the teachers' tables compares each query with each document, on GPUs where there are
-    any. Among more (n), each query is compared with those in the nearest 32 of 4·√n lists, on CPUs (faiss)."""
+    """Documents up to which tables are searched exactly, on GPUs where there are any. Among more (n), each query is compared
+    with those in 32 of 4·√n lists, on CPUs (faiss)."""
 
     @model_validator(mode="after")
     def _has_enough(self) -> Self:
