@@ -1,9 +1,9 @@
-"""Ways to a faster training step that a GPU has to choose from, by turns: nothing of them is in distcse before one gains.
+"""Ways to a faster training step that a GPU has to choose from, interleaved: none is in distcse before it gains.
 
     python -m benchmarks.step_variants                    a table: ms of each way, and its ratio to today's
     python -m benchmarks.step_variants --device cpu --tiny    whether all of them work
 
-A BERT trunk of random weights, here in plain PyTorch, [CLS] pooling, vectors as targets, AdamW; the whole step is recorded as a
+A BERT trunk of random weights, here in plain PyTorch, [CLS] pooling, vectors as targets, AdamW; the entire step is recorded as a
 CUDA graph. Texts have the lengths of Wikipedia's sentences (lengths.json), cut at 32 tokens.
 
 layers       each layer compiled, bf16 by autocast, a padded batch: as distcse does it

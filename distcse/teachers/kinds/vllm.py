@@ -38,7 +38,7 @@ class VllmKind(ModelKind):
 
     @property
     def overflows_fp16(self) -> bool:
-        """True: vLLM computes the whole model in the precision, also norms and embeddings."""
+        """True: vLLM computes all of the model in the precision, also norms and embeddings."""
         return True
 
     @classmethod
