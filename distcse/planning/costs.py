@@ -51,6 +51,8 @@ _ADAMW_BYTES = 40.0
 """Bytes read and written per parameter: weight, gradient, two moments, and before that the gradient's norm and clipping."""
 _SELECTED = 130.0
 """FLOPs of matrix products that take as long as comparing one cosine with the nearest of its query; timed on two threads."""
+_SCANNED = 32.0
+"""FLOPs of matrix products that take as long as reading a number of a list's vector and multiplying it; timed on one thread."""
 RESTART = 60.0
 """Seconds from the loss of a node to the next step on a node that is there; assumed."""
 _LATENCY = 2e-5
@@ -411,18 +413,19 @@ class StudentPlan:
         queries, documents = self._rows_of("query"), self._rows_of("document")
         by = self.recipe.candidates.by if self.recipe.candidates is not None else "teachers"
         width = sum(teacher.table_bytes(1) for teacher in self.teachers) / BYTES_PER_NUMBER
-        products = 0.0 if by == "bm25" else queries * documents
+        compared, scanned = 0.0 if by == "bm25" else queries * documents, 0.0
         devices = self.cluster.devices if self.recipe.uses_ray else 1
         note = f"{queries:,.0f} queries, {documents:,.0f} documents{'' if by == 'teachers' else '; BM25 not estimated'}"
         if self._searches_lists:
             lists = LISTS * math.sqrt(documents)
             clustered = CLUSTERING_PASSES * min(documents, ROWS_PER_LIST * lists)
             made = (clustered + documents) * lists * devices  # by one process
-            products = made + queries * (lists + NUM_PROBES * documents / lists)
+            compared, scanned = made + queries * lists, queries * NUM_PROBES * documents / lists
             note += ", in lists"
             if self.cluster.machine.kind == "gpu":
                 return PlannedPhase("candidates", 0.0, "", f"{note} on CPUs; time not estimated")
-        seconds = products * (2.0 * width + _SELECTED) / (self.cluster.machine.rate("fp32") * devices)
+        work = compared * (2.0 * width + _SELECTED) + scanned * _SCANNED * width
+        seconds = work / (self.cluster.machine.rate("fp32") * devices)
         return PlannedPhase("candidates", seconds, "matrix products", note)
 
     def _teacher_pass(self, number: int, rows: int, lengths: Lengths, unit: str = "sentences") -> PlannedPhase:
