@@ -45,6 +45,7 @@ _PACKAGES_OF_EXTRAS = (
     "optuna",
     "faiss-cpu",
     "onnxruntime",
+    "vllm",
 )
 _PREFIXES = ("DISTCSE_", "RAY_", "HF_", "CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "DS_")
 """Beginnings of the variables that change how a run behaves."""
