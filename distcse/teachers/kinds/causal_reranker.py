@@ -117,11 +117,9 @@ class CausalReranker:
             order = np.argsort([len(query) + len(document) for query, document in pairs])
             for places in np.split(order, range(_SORTED, len(order), _SORTED)):
                 part = [pairs[place] for place in places]
-                tokens = self._model.preprocess(part[-1:])["input_ids"].shape[
-                    1
-                ]  # of the longest, with what surrounds it
+                longest = self._model.preprocess(part[-1:])["input_ids"].shape[1]  # with the folder's template
+                size = max(1, budget // longest)
                 with arithmetic(precision, device):
-                    size = max(1, budget // tokens)
                     scores[places] = self._model.predict(part, batch_size=size, show_progress_bar=False)
                 done += len(part)
                 if on_progress is not None:
