@@ -324,7 +324,13 @@ def _load_classifier(
     if dropout is not None:
         set_dropout(config, dropout)
     model, missing, _ = load_pretrained(
-        AutoModelForSequenceClassification, folder, config, max_length, "a cross-encoder", has_new_head
+        AutoModelForSequenceClassification,
+        folder,
+        config,
+        max_length,
+        "a cross-encoder",
+        has_new_head,
+        trains=labels is not None,
     )
     require_finite(folder.backbone, model)
     require_text_encoder(folder.backbone, model.base_model)

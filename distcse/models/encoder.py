@@ -119,7 +119,8 @@ class Encoder(nn.Module):
         pooling = resolve_pooling(section, layout)
         dropout = section.dropout if isinstance(section, TrainedSection) else None
         configured_length = section.longest or layout.max_length
-        backbone = load_backbone(folder, dropout, configured_length, dtype)
+        trains = isinstance(section, TrainedSection)
+        backbone = load_backbone(folder, dropout, configured_length, dtype, trains)
         if isinstance(section, TrainedSection) and section.layers is not None:
             keep_layers(backbone, section.layers)
         fast_dropout(backbone)
