@@ -23,8 +23,9 @@ from distcse.models import CrossEncoder, Encoder, pool
 from distcse.models.cpu_kernels import Dropout, dropout, fast_dropout, is_faster, use_mkldnn_linear
 from distcse.models.fast_layers import can_pack, can_stop_at_one, worth_packing
 from distcse.models.folder import model_class
+from distcse.models.loading import attention_of
 from distcse.models.student import layers_of
-from distcse.recipe import TeacherSection
+from distcse.recipe import StudentSection, TeacherSection
 from distcse.teachers.kinds import kind_of
 from tests.backends import run_mutual
 from tests.counting import NumbersRead
@@ -399,3 +400,23 @@ def test_dropout_counts_only_where_two_passes_differ(family: str, sentences: lis
         inputs = torch.arange(7, 15).repeat(4, 1), torch.ones(4, 8, dtype=torch.long)
         vectors = torch.stack([encoder(*inputs) for _ in range(8)])
         assert encoder.has_dropout == bool((vectors - vectors[0]).abs().max() > 0), name
+
+
+@pytest.mark.parametrize(
+    ("max_length", "trains", "expected"),
+    [(128, True, "eager"), (129, True, None), (127, False, "eager"), (128, False, None), (None, True, None)],
+)
+def test_attention_on_a_cpu_is_eager_where_that_is_faster(
+    max_length: int | None, trains: bool, expected: str | None
+) -> None:
+    assert attention_of(max_length, trains) == expected
+
+
+def test_a_student_of_128_tokens_can_be_packed(tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "model", "xlm-roberta", ["red fish"], max_position_embeddings=140)
+    student, teacher = (
+        Encoder.from_section(kind(backbone=str(folder), pooling="mean", max_length=128))
+        for kind in (StudentSection, TeacherSection)
+    )
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    assert can_pack(student.backbone, mask) and not can_pack(teacher.backbone, mask)
