@@ -26,7 +26,7 @@ from distcse.runs.distillation.corpus import fit_to_corpus
 from distcse.teachers.kinds import TeacherKind, kind_of
 from distcse.teachers.table import BYTES_PER_NUMBER, rows_per_shard
 from distcse.text.token_table import PART_ROWS
-from distcse.text.vector_index import CLUSTERING_PASSES, LISTS, NUM_PROBES, ROWS_PER_LIST
+from distcse.text.vector_index import CLUSTERING_PASSES, NUM_PROBES, ROWS_PER_LIST, number_of_lists
 from distcse.training.schedule import total_steps
 
 FITS = 0.92
@@ -379,7 +379,7 @@ class StudentPlan:
     @property
     def _searches_lists(self) -> bool:
         section = self.recipe.candidates
-        return section is not None and section.by != "bm25" and self._rows_of("document") > section.exact_up_to
+        return section is not None and section.searches_lists(self._rows_of("document"))
 
     @property
     def disk_bytes(self) -> float:
@@ -417,7 +417,7 @@ class StudentPlan:
         devices = self.cluster.devices if self.recipe.uses_ray else 1
         note = f"{queries:,.0f} queries, {documents:,.0f} documents{'' if by == 'teachers' else '; BM25 not estimated'}"
         if self._searches_lists:
-            lists = LISTS * math.sqrt(documents)
+            lists = number_of_lists(documents)
             clustered = CLUSTERING_PASSES * min(documents, ROWS_PER_LIST * lists)
             made = (clustered + documents) * lists * devices  # by one process
             compared, scanned = made + queries * lists, queries * NUM_PROBES * documents / lists

@@ -137,6 +137,10 @@ class CandidatesSection(Section):
             raise ValueError(f"per_step is {self.per_step}, but a query has {self.per_query}; write a smaller per_step")
         return self
 
+    def searches_lists(self, documents: float) -> bool:
+        """Whether the teachers' tables of this many documents are searched in lists."""
+        return self.by != "bm25" and documents > self.exact_up_to
+
     @property
     def rows_per_query(self) -> int:
         """Rows of a batch that belong to one query: itself, and its candidates."""

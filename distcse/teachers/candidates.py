@@ -31,7 +31,7 @@ from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus
 from distcse.text.bm25 import BM25Index, require_bm25
 from distcse.text.ragged import fetch_label, find_cached, write_cache_folder
-from distcse.text.vector_index import LISTS, ROWS_PER_LIST, VectorIndex, require_faiss
+from distcse.text.vector_index import ROWS_PER_LIST, VectorIndex, number_of_lists, require_faiss
 
 _FORMAT = 1
 _LABEL, _IDS, _SCORES = "candidates.json", "ids.npy", "scores.npy"
@@ -91,7 +91,7 @@ class CandidateSearch:
     @property
     def uses_lists(self) -> bool:
         """Whether the search by the teachers' tables is in an inverted file."""
-        return searches_lists(self.section, self._corpus)
+        return self.section.searches_lists(len(self.documents))
 
     @property
     def _words(self) -> ArtifactStore:
@@ -142,7 +142,7 @@ class CandidateSearch:
         if self.uses_lists and find_cached(self._lists, _INDEX) is None:
             width = sum(table.dimension for table in self.teachers.tables)
             # Lists grow by doubling; k-means reads its sample in fp32.
-            memory = 2.0 * BYTES_PER_NUMBER * width * count + 4.0 * width * ROWS_PER_LIST * LISTS * count**0.5
+            memory = 2.0 * BYTES_PER_NUMBER * width * count + 4.0 * width * ROWS_PER_LIST * number_of_lists(count)
             missing.append(MissingIndex("inverted file", self._write_lists, memory))
         return missing
 
@@ -272,11 +272,6 @@ class CandidateSearch:
             documents = self._vectors(self.documents[places[part].ravel()]).reshape(*places[part].shape, -1)
             parts.append(np.einsum("nd,nkd->nk", queries[part], documents))
         return np.concatenate(parts)
-
-
-def searches_lists(section: CandidatesSection, corpus: Corpus) -> bool:
-    """Whether a corpus has more documents than are searched exactly by the teachers' tables."""
-    return section.by != "bm25" and len(corpus.rows_of_role("document")) > section.exact_up_to
 
 
 def import_faiss() -> Any:

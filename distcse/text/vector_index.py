@@ -18,8 +18,6 @@ NUM_PROBES = 32
 """Lists that each query searches."""
 BLOCK_ROWS = 8192
 """Vectors that are added, or searched for, together."""
-LISTS = 4
-"""Lists for the square root of the number of vectors."""
 ROWS_PER_LIST = 64
 """Vectors per list that k-means reads."""
 CLUSTERING_PASSES = 10
@@ -47,6 +45,11 @@ def require_faiss(needed_by: str) -> Any:
         raise MissingDependencyError(f"{needed_by} needs faiss; {host.pip_install('mining')}") from None
     finally:
         host.restore_variables(before)
+
+
+def number_of_lists(count: float) -> int:
+    """Return the number of lists of an inverted file of this many vectors: 4·√n, as far as there are vectors."""
+    return max(1, int(min(count, 4 * np.sqrt(count))))
 
 
 class VectorIndex:
@@ -83,7 +86,7 @@ class VectorIndex:
             report: Called with the number of vectors in the lists so far, also before there is any.
             half: Store the vectors in fp16.
         """
-        lists = min(count, int(LISTS * np.sqrt(count)))
+        lists = number_of_lists(count)
         sample = read(slice(None, None, max(1, count // (ROWS_PER_LIST * lists))))
         width = sample.shape[1]
         centroids = faiss.IndexFlatIP(width)

@@ -23,7 +23,7 @@ from distcse.runs.distillation.processes import student_needs
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, storage_errors
 from distcse.teachers.candidate_scores import CandidateScoring, ScoredCandidates
-from distcse.teachers.candidates import CANDIDATES, CandidateSearch, import_faiss, searches_lists
+from distcse.teachers.candidates import CANDIDATES, CandidateSearch, import_faiss
 from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
@@ -266,7 +266,8 @@ def _require_means_for(
     corpus: Corpus,
     cluster: Cluster | None,
 ) -> None:
-    if recipe.candidates is not None and recipe.compares_candidates and searches_lists(recipe.candidates, corpus):
+    section, documents = recipe.candidates, len(corpus.rows_of_role("document"))
+    if section is not None and recipe.compares_candidates and section.searches_lists(documents):
         import_faiss()
     vectors = {
         number: sum(len(table.shard_range(shard)) for shard in missing)

@@ -149,6 +149,18 @@ class ModelKind(TeacherKind):
         return folder is not None and overflows_fp16(folder)
 
 
+class PairKind(TeacherKind):
+    """A teacher that reads pairs and has no vectors."""
+
+    has_vectors = False
+
+    def open_embedder(self) -> Embedder:
+        """Raise `UnsuitableTeacherError`: it has no vectors."""
+        raise UnsuitableTeacherError(
+            f"teacher {self.section.backbone} is a {self.name}, which has no vectors; use a teacher that has"
+        )
+
+
 def frozen_weight_dtype(precision: str, device: str) -> torch.dtype:
     """Return the data type of a frozen model's matrices, for `halve_matrices`.
 

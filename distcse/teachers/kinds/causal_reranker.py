@@ -15,21 +15,20 @@ from distcse.model_source import resolve_model
 from distcse.models import model_fingerprint
 from distcse.models.files import check_weights, require_weights
 from distcse.models.st_format import backbone_folder
-from distcse.teachers.kinds.base import TeacherKind, frozen_weight_dtype
-from distcse.teachers.teacher import Embedder, Pairs, PairScorer
+from distcse.teachers.kinds.base import PairKind, frozen_weight_dtype
+from distcse.teachers.teacher import Pairs, PairScorer
 
 _SORTED = 256
 """Pairs of similar lengths that are scored between two reports of progress."""
 
 
-class CausalRerankerKind(TeacherKind):
+class CausalRerankerKind(PairKind):
     """A folder of sentence-transformers' CrossEncoder, from version 6 on, with the module `LogitScore`.
 
     It is no model of distcse: that library loads and asks it, with the folder's prompt or chat template.
     """
 
     name = "reranker"
-    has_vectors = False
 
     @property
     def precision(self) -> str:
@@ -39,12 +38,6 @@ class CausalRerankerKind(TeacherKind):
     def source_fingerprint(self) -> str:
         """Hash the model's files."""
         return model_fingerprint(self.section.backbone, self.section.trust_remote_code)
-
-    def open_embedder(self) -> Embedder:
-        """Raise `UnsuitableTeacherError`: a reranker has no vectors."""
-        raise UnsuitableTeacherError(
-            f"teacher {self.section.backbone} is a reranker, which has no vectors; use another"
-        )
 
     @property
     def unread_keys(self) -> Mapping[str, str]:

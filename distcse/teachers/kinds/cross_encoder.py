@@ -11,21 +11,14 @@ from distcse.models import CrossEncoder
 from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.cross import check_scorer
 from distcse.models.folder import ModelFolder, find_local_model
-from distcse.teachers.kinds.base import ModelKind
-from distcse.teachers.teacher import Embedder, PairScorer
+from distcse.teachers.kinds.base import ModelKind, PairKind
+from distcse.teachers.teacher import PairScorer
 
 
-class CrossEncoderKind(ModelKind):
+class CrossEncoderKind(PairKind, ModelKind):
     """A cross-encoder's model folder."""
 
     name = "cross-encoder"
-    has_vectors = False
-
-    def open_embedder(self) -> Embedder:
-        """Raise `UnsuitableTeacherError`: a cross-encoder has no vectors."""
-        raise UnsuitableTeacherError(
-            f"teacher {self.section.backbone} is a cross-encoder, which has no vectors; use a teacher that has"
-        )
 
     @property
     def unread_keys(self) -> Mapping[str, str]:

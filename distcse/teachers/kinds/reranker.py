@@ -12,29 +12,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import UnsuitableTeacherError
 from distcse.recipe import TeacherSection
-from distcse.teachers.kinds.base import register_kind
+from distcse.teachers.kinds.base import PairKind, register_kind
 from distcse.teachers.kinds.endpoint import OTHER_TEXT, EndpointClient, EndpointKind
-from distcse.teachers.teacher import Embedder, Pairs
+from distcse.teachers.teacher import Pairs
 
 
 @register_kind
-class RerankerKind(EndpointKind):
+class RerankerKind(PairKind, EndpointKind):
     """A reranker behind an HTTP endpoint; `backbone` is the model's name there."""
 
     name = "reranker"
-    has_vectors = False
 
     @classmethod
     def matches(cls, section: TeacherSection) -> bool:
         return section.endpoint is not None and section.endpoint.api != "embeddings"
-
-    def open_embedder(self) -> Embedder:
-        """Raise `UnsuitableTeacherError`: a reranker has no vectors."""
-        raise UnsuitableTeacherError(
-            f"teacher {self.section.backbone} is a reranker, which has no vectors; use another"
-        )
 
     def open_scorer(self) -> Reranker:
         """Create a client of the endpoint. Nothing is requested yet."""
