@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any, get_args
@@ -38,11 +38,11 @@ from distcse.models.pooling import AT_ONE_TOKEN, Dense, build_head, pool, token_
 from distcse.models.saving import replacing, save_model, write_layout
 from distcse.models.st_format import Layout, find_prompt
 from distcse.models.student import keep_layers
-from distcse.models.texts import TOKENIZED_TEXTS, apply_prompt, as_texts, is_template
+from distcse.models.texts import as_texts, is_template, token_ids
 from distcse.recipe import EncoderSection, Pooling, Role, TrainedSection
 from distcse.recipe.validation_errors import explain
 from distcse.storage import ArtifactStore
-from distcse.text.token_table import Reading, encode_batch, tokenizing
+from distcse.text.token_table import Reading
 
 
 class Encoder(nn.Module):
@@ -248,7 +248,7 @@ class Encoder(nn.Module):
     def token_ids(self, texts: Sequence[str], prompt: str | None = None, role: Role = "text") -> list[list[int]]:
         """Tokenize texts of a role, truncated to its maximum length; another prompt replaces the role's."""
         reading = self.reading(role)
-        return _token_ids(self.tokenizer, texts, reading if prompt is None else replace(reading, prompt=prompt))
+        return token_ids(self.tokenizer, texts, reading if prompt is None else replace(reading, prompt=prompt))
 
     def encode(
         self,
@@ -435,60 +435,6 @@ class EncoderHandle:
         """Return the encoder and no longer hold it, so that it is freed after its last use."""
         encoder, self._encoder = self.get(), None
         return encoder
-
-
-@dataclass(frozen=True)
-class TokenizerSpec:
-    """Determines the tokens of a text.
-
-    Attributes:
-        tokenizer: A fast Hugging Face tokenizer.
-        readings: The prompt and maximum length of each role.
-    """
-
-    tokenizer: Any
-    readings: Mapping[Role, Reading]
-
-    @property
-    def max_length(self) -> int:
-        """Maximum number of tokens of plain texts, with special tokens."""
-        return self.readings["text"].max_length
-
-    @property
-    def prompt(self) -> str:
-        """Prefix or template of plain texts; may be empty."""
-        return self.readings["text"].prompt
-
-    def token_ids(self, texts: Sequence[str], role: Role = "text") -> list[list[int]]:
-        """Tokenize texts of a role, as `Encoder.token_ids` does."""
-        return _token_ids(self.tokenizer, texts, self.readings[role])
-
-    @classmethod
-    def of(cls, section: EncoderSection) -> TokenizerSpec:
-        """Return the settings that `Encoder.from_section` would use.
-
-        Loads the weights only if neither recipe nor folder has a maximum length.
-        """
-        folder = open_model(section.backbone, section.trust_remote_code)
-        layout = folder.layout
-        tokenizer = folder.load_tokenizer()
-        resolve_pooling(section, layout)
-        max_length = section.longest or layout.max_length
-        if max_length is None:
-            encoder = Encoder.from_section(section)
-            return cls(encoder.tokenizer, {role: encoder.reading(role) for role in get_args(Role)})
-        folder.supported_config()
-        refuse_unsupported_preprocessing(section, layout, tokenizer)
-        return cls(tokenizer, readings_of(section, layout, max_length))
-
-
-def _token_ids(tokenizer: Any, texts: Sequence[str], reading: Reading) -> list[list[int]]:
-    ids: list[list[int]] = []
-    for begin in range(0, len(texts), TOKENIZED_TEXTS):
-        part = apply_prompt(tokenizer, texts[begin : begin + TOKENIZED_TEXTS], reading.prompt, reading.max_length)
-        with tokenizing(tokenizer, reading.max_length) as backend:
-            ids += encode_batch(backend, part)
-    return ids
 
 
 def _width(backbone: nn.Module) -> int:

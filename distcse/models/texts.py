@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from distcse.errors import ArgumentError, EncoderSettingError
+from distcse.text.token_table import Reading, encode_batch, tokenizing
 
 SENTENCE = "{sentence}"
 """Place of the text in a prompt that is a template (PromptBERT, Jiang et al. 2022); without it, a prompt is a prefix."""
@@ -83,3 +84,13 @@ def apply_prompt(tokenizer: Any, texts: Sequence[str], prompt: str, max_length: 
     )["offset_mapping"]
     ends = [offsets[-1][1] if offsets else 0 for offsets in truncated]
     return [prompt.replace(SENTENCE, text[:end]) for text, end in zip(texts, ends, strict=True)]
+
+
+def token_ids(tokenizer: Any, texts: Sequence[str], reading: Reading) -> list[list[int]]:
+    """Tokenize texts with a prompt, truncated to a maximum length."""
+    ids: list[list[int]] = []
+    for begin in range(0, len(texts), TOKENIZED_TEXTS):
+        part = apply_prompt(tokenizer, texts[begin : begin + TOKENIZED_TEXTS], reading.prompt, reading.max_length)
+        with tokenizing(tokenizer, reading.max_length) as backend:
+            ids += encode_batch(backend, part)
+    return ids
