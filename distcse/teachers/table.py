@@ -43,6 +43,8 @@ from distcse.text.row_keys import DistinctRows
 
 FORMAT = 1
 _FOLDER, _STATISTICS = "tables", "statistics.json"
+_VERIFIED = 8
+"""Shards whose checksums are computed between two questions whether to stop."""
 SHARD_ROWS = 4096
 """Rows of a shard where the recipe leaves them to the number of rows, up to `MOST_SHARDS` shards."""
 MOST_SHARDS = 2500
@@ -217,11 +219,13 @@ class EmbeddingTable:
         """Return those of some shards that are missing or damaged, after computing their checksums."""
         shards, missing = list(shards), []
         with ThreadPoolExecutor(max_workers=4) as pool:
-            for done, is_intact in enumerate(pool.map(self.is_intact, shards)):
-                if on_progress is not None:
-                    on_progress(done)
-                if not is_intact:
-                    missing.append(shards[done])
+            for begin in range(0, len(shards), _VERIFIED):  # what is in the pool, a stop waits for
+                part = shards[begin : begin + _VERIFIED]
+                for done, is_intact in enumerate(pool.map(self.is_intact, part), start=begin):
+                    if on_progress is not None:
+                        on_progress(done)
+                    if not is_intact:
+                        missing.append(shards[done])
         return missing
 
     def write_shard(
